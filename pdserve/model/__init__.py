@@ -1,0 +1,1 @@
+"""Turns a round's plan into tokens: weights, layers, attention, sampling."""

@@ -1,0 +1,1 @@
+"""The gRPC services and what they are made of."""

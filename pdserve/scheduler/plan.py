@@ -1,0 +1,210 @@
+"""What the scheduler hands out, what it is told, and what it answers: plans, events, outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pdserve.errors import PdserveError
+from pdserve.request import BlockId, FinishReason, RequestId, TransferId
+
+# ---------------------------------------------------------------- plan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What the caller allows this round. allow_prefill False holds every gated prefill (spec: the gate)."""
+
+    allow_prefill: bool = True
+
+
+class Row(NamedTuple):
+    """Tokens [start, end) of one request in one forward. A tuple, as hundreds are made each round.
+
+    slot: the request's place in the runner's per-request state. new_blocks: what its block table grew by since
+    its last row (the whole table in its first one). samples: token `end` is drawn after this forward.
+    """
+
+    request_id: RequestId
+    slot: int
+    start: int
+    end: int
+    new_blocks: tuple[BlockId, ...]
+    samples: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStart:
+    """A request has its first row in this plan: the runner forgets whoever had the slot and loads this one.
+
+    forced_output: tokens of the answer that exist already (drawn by a peer, or before a failed transfer).
+    """
+
+    request_id: RequestId
+    slot: int
+    forced_output: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A request whose prompt is prefilled by a peer got its slot and blocks: KV may now be pulled into them.
+
+    blocks: where prompt tokens from num_cached_tokens on go, in order; the last may be part full.
+    """
+
+    request_id: RequestId
+    transfer_id: TransferId
+    num_cached_tokens: int
+    num_prompt_tokens: int
+    blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """One round. Prefill rows come before decode rows in the forward."""
+
+    round_id: int
+    starts: tuple[SlotStart, ...] = ()
+    prefill: tuple[Row, ...] = ()
+    decode: tuple[Row, ...] = ()
+    reservations: tuple[Reservation, ...] = ()
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return self.prefill + self.decode
+
+    @property
+    def sampled_rows(self) -> tuple[Row, ...]:
+        """The rows that draw a token, in the order of StepDone.tokens."""
+        return tuple(row for row in self.rows if row.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.end - row.start for row in self.prefill) + len(self.decode)
+
+    @property
+    def num_extends(self) -> int:
+        return len(self.prefill)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.prefill) + len(self.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProbe:
+    """A rank's vote and what it protects (spec: the probe)."""
+
+    wants_prefill: bool
+    has_decode_work: bool
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The forward of `round_id` is done; tokens are aligned with RoundPlan.sampled_rows."""
+
+    round_id: int
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class KvReceived:
+    """Every range arrived and the peer confirmed it. first_token: the token the peer drew after the prompt."""
+
+    transfer_id: TransferId
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """The KV will not come. forced_output: tokens the client has been sent already."""
+
+    transfer_id: TransferId
+    forced_output: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KvQuiet:
+    """Nothing can write the transfer's destination blocks any more."""
+
+    transfer_id: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReleased:
+    """The peer that read this request's blocks is done with them."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRevoked:
+    """The lease on this request's blocks will never answer true again."""
+
+    request_id: RequestId
+
+
+Event = StepDone | KvReceived | TransferFailed | KvQuiet | LeaseReleased | LeaseRevoked
+
+# ---------------------------------------------------------------- outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDrawn:
+    """A token of a live request's answer, and the end of the answer if this was the last.
+
+    sample: index in StepDone.tokens, so that logprobs can be found beside it.
+    """
+
+    request_id: RequestId
+    token: int
+    sample: int
+    finish: FinishReason | None = None
+    matched_stop_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkComputed:
+    """Prompt tokens [first_token, end_token) of a request whose decode is remote lie in `blocks`.
+
+    Whole blocks, but for the last block of the prompt. generations: of the blocks, as the pool gave them out.
+    """
+
+    request_id: RequestId
+    first_token: int
+    end_token: int
+    blocks: tuple[BlockId, ...]
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """A request that ends without its answer, and why."""
+
+    request_id: RequestId
+    error: PdserveError
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseUnwanted:
+    """A request with a lease was aborted: the lease must be revoked before its blocks can go."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class TransferUnwanted:
+    """Nobody waits for this transfer any more: stop pulling, say when it is quiet."""
+
+    transfer_id: TransferId
+
+
+Outcome = TokenDrawn | ChunkComputed | RequestFailed | LeaseUnwanted | TransferUnwanted
