@@ -1,8 +1,8 @@
 """The shape of a KV block: what it holds, how many bytes it takes, and when two nodes' blocks are the same thing.
 
-    slab   [num_blocks, block_bytes]          one a rank; registered once for transfer
-    block  layer 0: plane k | plane v || layer 1: plane k | plane v || ...
-    plane  [kv_heads, block_size, head_dim]   HND; offsets are multiples of the element size
+slab   [num_blocks, block_bytes]          one a rank; registered once for transfer
+block  layer 0: plane k | plane v || layer 1: plane k | plane v || ...
+plane  [kv_heads, block_size, head_dim]   HND; offsets are multiples of the element size
 """
 
 from __future__ import annotations

@@ -7,7 +7,32 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdserve.errors import PdserveError
-from pdserve.request import BlockId, FinishReason, RequestId, TransferId
+from pdserve.request import FUSED, BlockId, FinishReason, RequestId, Route, TransferId
+
+# ---------------------------------------------------------------- in
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request as the scheduler needs it.
+
+    stop_token_ids: end the answer once min_new_tokens are out; the end-of-text ids are among them unless the caller
+    ignores those. forced_output: answer tokens that exist already. peer_cached_tokens: for a remote decode, how much
+    of the prompt the peer holds (whole blocks), so that only the rest is announced. reads_prefix_cache False: every
+    prompt token is computed (its log probabilities were asked for). priority: smaller first.
+    """
+
+    request_id: RequestId
+    prompt: Sequence[int]
+    max_new_tokens: int
+    route: Route = FUSED
+    min_new_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    forced_output: tuple[int, ...] = ()
+    peer_cached_tokens: int = 0
+    reads_prefix_cache: bool = True
+    priority: int = 0
+
 
 # ---------------------------------------------------------------- plan
 
@@ -43,11 +68,13 @@ class SlotStart:
     """A request has its first row in this plan: the runner forgets whoever had the slot and loads this one.
 
     forced_output: tokens of the answer that exist already (drawn by a peer, or before a failed transfer).
+    num_cached_tokens: known tokens whose KV was found in the prefix cache.
     """
 
     request_id: RequestId
     slot: int
     forced_output: tuple[int, ...] = ()
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +92,26 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """A request that ends without its answer, and why."""
+
+    request_id: RequestId
+    error: PdserveError
+
+
+@dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """One round. Prefill rows come before decode rows in the forward."""
+    """One round. Prefill rows come before decode rows in the forward.
+
+    failed: requests that had to be given up for want of capacity; they have ended.
+    """
 
     round_id: int
     starts: tuple[SlotStart, ...] = ()
     prefill: tuple[Row, ...] = ()
     decode: tuple[Row, ...] = ()
     reservations: tuple[Reservation, ...] = ()
+    failed: tuple[RequestFailed, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -186,11 +225,10 @@ class ChunkComputed:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestFailed:
-    """A request that ends without its answer, and why."""
+class RequestAborted:
+    """A request ended because it was told to; what it holds may take longer to settle."""
 
     request_id: RequestId
-    error: PdserveError
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,4 +245,4 @@ class TransferUnwanted:
     transfer_id: TransferId
 
 
-Outcome = TokenDrawn | ChunkComputed | RequestFailed | LeaseUnwanted | TransferUnwanted
+Outcome = TokenDrawn | ChunkComputed | RequestAborted | RequestFailed | LeaseUnwanted | TransferUnwanted

@@ -1,0 +1,149 @@
+"""Everybody the scheduler knows, by state and in submission order; slots are handed out here."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from operator import attrgetter
+
+from pdserve.request import FUSED, RequestId, Side, TransferId
+from pdserve.scheduler.state import Move, State, Tracked, Transfer
+
+_order = attrgetter("order")
+
+
+class Residents:
+    """Live requests and transfers. `prefilling` and `decoding` are in submission order, as is the queue."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.by_id: dict[RequestId, Tracked] = {}
+        self.prefilling: list[Tracked] = []
+        self.decoding: list[Tracked] = []
+        self.transfers: dict[TransferId, Transfer] = {}
+        self.num_gated_waiting = 0
+        self.num_gated_prefilling = 0
+        self._waiting: list[Tracked] = []
+        self._free_slots = list(reversed(range(num_slots)))
+        self._num_slots = num_slots
+        self._num_transfers_opened = 0
+
+    # ------------------------------------------------------------ queue
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def waiting_requests(self) -> Iterator[Tracked]:
+        return iter(self._waiting)
+
+    def first_waiting(self, count: int) -> list[Tracked]:
+        """The oldest `count` of the queue."""
+        return self._waiting[:count]
+
+    def enqueue(self, request: Tracked) -> None:
+        """Into the queue at its place: by priority, then by submission."""
+        self.by_id[request.request_id] = request
+        insort(self._waiting, request, key=_order)
+        self.num_gated_waiting += request.route.is_gated
+
+    def _leave_prefill(self, request: Tracked) -> None:
+        self.prefilling.remove(request)
+        self.num_gated_prefilling -= request.route.is_gated
+
+    def _leave_queue(self, request: Tracked) -> None:
+        del self._waiting[bisect_left(self._waiting, request.order, key=_order)]
+        self.num_gated_waiting -= request.route.is_gated
+
+    # ------------------------------------------------------------ into work
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    def admit(self, request: Tracked) -> None:
+        """From the queue to a slot and its first chunk."""
+        self._leave_queue(request)
+        request.move(Move.ADMIT)
+        request.slot = self._free_slots.pop()
+        request.has_lease = request.route.decode is Side.REMOTE
+        insort(self.prefilling, request, key=_order)
+        self.num_gated_prefilling += request.route.is_gated
+
+    def reserve(self, request: Tracked) -> TransferId:
+        """From the queue to a slot; its KV comes by the transfer of the returned id, which the caller registers."""
+        self._leave_queue(request)
+        request.move(Move.RESERVE)
+        request.slot = self._free_slots.pop()
+        self._num_transfers_opened += 1
+        request.transfer_id = TransferId(self._num_transfers_opened)
+        return request.transfer_id
+
+    def start_decoding(self, request: Tracked) -> None:
+        """Its whole prompt is computed, here or by a peer."""
+        if request.state is State.PREFILLING:
+            self._leave_prefill(request)
+            request.move(Move.PREFILLED)
+        else:
+            request.move(Move.RECEIVED)
+        insort(self.decoding, request, key=_order)
+
+    def send_off(self, request: Tracked) -> None:
+        """Prefilled for a peer: it needs its blocks until the lease ends, but its slot no more."""
+        self._leave_prefill(request)
+        request.move(Move.SENT_OFF)
+        if not request.route.holds_slot_on_wire:
+            self._give_back_slot(request)
+
+    # ------------------------------------------------------------ out of work
+
+    def reroute(self, request: Tracked, forced_output: tuple[int, ...]) -> None:
+        """Back into the queue at its old place, to be prefilled here."""
+        request.move(Move.REROUTE)
+        self._give_back_slot(request)
+        request.route = FUSED
+        request.tokens[request.num_prompt_tokens :] = forced_output
+        request.blocks = []
+        request.num_computed = request.num_published = request.num_told_blocks = 0
+        self.enqueue(request)
+
+    def retire(self, request: Tracked) -> None:
+        """Out of the queue or its list; it is not scheduled again."""
+        if request.state is State.WAITING:
+            self._leave_queue(request)
+        elif request.state is State.PREFILLING:
+            self._leave_prefill(request)
+        elif request.state is State.DECODING:
+            del self.decoding[bisect_left(self.decoding, request.order, key=_order)]
+
+    def forget(self, request: Tracked) -> None:
+        """It holds nothing any more."""
+        self._give_back_slot(request)
+        del self.by_id[request.request_id]
+
+    def _give_back_slot(self, request: Tracked) -> None:
+        if request.slot is not None:
+            self._free_slots.append(request.slot)
+            request.slot = None
+        request.is_loaded = False
+
+    def forget_transfer(self, transfer: Transfer) -> None:
+        del self.transfers[transfer.transfer_id]
+
+    # ------------------------------------------------------------ truth
+
+    def check_integrity(self) -> None:
+        for state, listed in (
+            (State.WAITING, self._waiting),
+            (State.PREFILLING, self.prefilling),
+            (State.DECODING, self.decoding),
+        ):
+            assert listed == sorted(listed, key=_order), f"{state.name} requests are out of order"
+            assert {r.request_id for r in listed} == {i for i, r in self.by_id.items() if r.state is state}
+        assert self.num_gated_waiting == sum(r.route.is_gated for r in self._waiting)
+        assert self.num_gated_prefilling == sum(r.route.is_gated for r in self.prefilling)
+        slots = [r.slot for r in self.by_id.values() if r.slot is not None]
+        assert sorted(slots + self._free_slots) == list(range(self._num_slots)), "a slot is lost or shared"

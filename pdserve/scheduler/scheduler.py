@@ -1,0 +1,363 @@
+"""The scheduler of one rank: submissions and events in, one plan a round out. Deterministic, no clock, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pdserve.errors import InternalError, InvalidRequest, RequestIdInUse
+from pdserve.request import BlockId, FinishReason, RequestId, Side, TransferId
+from pdserve.scheduler.block_pool import BlockPool
+from pdserve.scheduler.config import SchedulerConfig
+from pdserve.scheduler.counters import Counters
+from pdserve.scheduler.plan import (
+    ChunkComputed,
+    Event,
+    KvQuiet,
+    KvReceived,
+    LeaseReleased,
+    LeaseRevoked,
+    LeaseUnwanted,
+    Outcome,
+    PlanOptions,
+    PrefillProbe,
+    RequestAborted,
+    RoundPlan,
+    Row,
+    StepDone,
+    Submission,
+    TokenDrawn,
+    TransferFailed,
+    TransferUnwanted,
+)
+from pdserve.scheduler.planner import Planner
+from pdserve.scheduler.prefix_cache import extend_hashes
+from pdserve.scheduler.residents import Residents
+from pdserve.scheduler.state import HOLDS_BLOCKS, Move, State, Tracked, TransferMove, TransferState
+
+
+class Scheduler:
+    """Plans rounds over one slab. Owned by one thread.
+
+    A round is outstanding from `plan` to its StepDone; blocks its rows name are not given back in between.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.counters = Counters()
+        self._pool = BlockPool(config.num_blocks)
+        self._residents = Residents(config.max_batch_size)
+        self._planner = Planner(config, self._pool, self._residents, self.counters)
+        self._num_submissions = 0
+        self._outstanding: RoundPlan | None = None
+
+    # ------------------------------------------------------------ requests in
+
+    def submit(self, submission: Submission) -> None:
+        """Queue a request. Raises InvalidRequest for what can never fit, RequestIdInUse for a live id."""
+        if submission.request_id in self._residents.by_id:
+            raise RequestIdInUse(f"request_id {submission.request_id!r} is in use")
+        self._refuse_what_never_fits(submission)
+        self._num_submissions += 1
+        self._residents.enqueue(
+            Tracked(
+                request_id=submission.request_id,
+                order=(submission.priority, self._num_submissions),
+                route=submission.route,
+                tokens=[*submission.prompt, *submission.forced_output],
+                num_prompt_tokens=len(submission.prompt),
+                max_new_tokens=submission.max_new_tokens,
+                min_new_tokens=submission.min_new_tokens,
+                stop_token_ids=submission.stop_token_ids,
+                peer_cached_tokens=submission.peer_cached_tokens,
+                reads_prefix_cache=submission.reads_prefix_cache,
+            )
+        )
+
+    def _refuse_what_never_fits(self, submission: Submission) -> None:
+        num_prompt = len(submission.prompt)
+        if num_prompt == 0:
+            raise InvalidRequest("prompt is empty, it needs at least one token")
+        num_new = submission.max_new_tokens if submission.route.reserves_answer else 0
+        if num_prompt + num_new > self.config.max_model_len:
+            raise InvalidRequest(
+                f"prompt has {num_prompt} tokens and max_new_tokens is {num_new}, "
+                f"the context limit is {self.config.max_model_len}"
+            )
+        fits = self.config.num_blocks * self.config.block_size
+        if self._num_blocks_for(num_prompt + num_new) > self.config.num_blocks:
+            raise InvalidRequest(
+                f"prompt has {num_prompt} tokens and max_new_tokens is {num_new}, "
+                f"the KV cache holds {fits}: shorten the request or raise --num-kv-blocks"
+            )
+
+    def abort(self, request_id: RequestId) -> tuple[Outcome, ...]:
+        """End a live request for its caller at once; what it holds goes when nobody uses it. No such request: nothing."""
+        request = self._residents.by_id.get(request_id)
+        if request is None or request.state is State.STOPPING:
+            return ()
+        outcomes: list[Outcome] = [RequestAborted(request_id)]
+        if request.transfer_id is not None:
+            outcomes.append(self._abandon_transfer(request))
+        if request.has_lease:
+            outcomes.append(LeaseUnwanted(request_id))
+        self._end(request)
+        return tuple(outcomes)
+
+    # ------------------------------------------------------------ rounds
+
+    def probe_prefill_gate(self) -> PrefillProbe:
+        """This rank's vote, read only."""
+        residents = self._residents
+        wants = residents.num_gated_prefilling > 0 or (
+            residents.num_gated_waiting > 0 and self._planner.is_below_watermark
+        )
+        return PrefillProbe(wants_prefill=wants, has_decode_work=bool(residents.decoding))
+
+    def plan(self, options: PlanOptions | None = None) -> RoundPlan:
+        """The next round. Only after the StepDone of the one before."""
+        assert self._outstanding is None, "plan() before the StepDone of the round before"
+        self.counters.rounds += 1
+        plan = self._planner.plan(self.counters.rounds, options or PlanOptions())
+        if plan.batch_size:
+            self._outstanding = plan
+        self.counters.prefill_rounds += bool(plan.prefill)
+        for failure in plan.failed:
+            self.counters.capacity_failures += 1
+            self._end(self._residents.by_id[failure.request_id])
+        return plan
+
+    def advance(self, events: Iterable[Event]) -> tuple[Outcome, ...]:
+        """Apply events in order, and what came of them. Events for unknown ids are counted and ignored."""
+        outcomes: list[Outcome] = []
+        for event in events:
+            match event:
+                case StepDone():
+                    self._on_step_done(event, outcomes)
+                case KvReceived():
+                    self._on_kv_received(event)
+                case TransferFailed():
+                    self._on_transfer_failed(event, outcomes)
+                case KvQuiet():
+                    self._on_kv_quiet(event)
+                case LeaseReleased() | LeaseRevoked():
+                    self._on_lease_ended(event, outcomes)
+        return tuple(outcomes)
+
+    # ------------------------------------------------------------ a round is done
+
+    def _on_step_done(self, event: StepDone, outcomes: list[Outcome]) -> None:
+        plan = self._outstanding
+        if plan is None or plan.round_id != event.round_id:
+            raise InternalError(f"StepDone names round {event.round_id}, outstanding is {plan and plan.round_id}")
+        self._outstanding = None
+        sample = 0
+        for row in plan.rows:
+            request = self._residents.by_id[row.request_id]
+            if request.state is State.STOPPING:
+                self._settle(request)
+            else:
+                self._on_row_done(request, row, event.tokens[sample] if row.samples else None, sample, outcomes)
+            sample += row.samples
+
+    def _on_row_done(self, request: Tracked, row: Row, token: int | None, sample: int, outcomes: list[Outcome]) -> None:
+        was_prefilling = request.state is State.PREFILLING
+        request.num_computed = row.end
+        self._publish_full_blocks(request)
+        if was_prefilling:
+            self.counters.prompt_tokens_computed += row.end - row.start
+            if request.route.decode is Side.REMOTE:
+                self._announce(request, row.end, outcomes)
+        if token is None:
+            return
+        request.tokens.append(token)
+        self.counters.output_tokens += 1
+        finish, matched = self._finish_of(request, token)
+        outcomes.append(TokenDrawn(request.request_id, token, sample, finish, matched))
+        if was_prefilling and request.route.decode is Side.REMOTE:
+            self._residents.send_off(request)
+        elif finish is not None:
+            self._end(request)
+        elif was_prefilling:
+            self._residents.start_decoding(request)
+
+    def _finish_of(self, request: Tracked, token: int) -> tuple[FinishReason | None, int | None]:
+        """How the answer ends with `token`, and the stop token that ended it."""
+        if token in request.stop_token_ids and request.num_output_tokens > request.min_new_tokens:
+            return FinishReason.STOP, token
+        if request.num_output_tokens >= request.max_new_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def _announce(self, request: Tracked, end: int, outcomes: list[Outcome]) -> None:
+        """Tell of the computed prompt tokens that the peer does not hold."""
+        first = request.num_announced
+        if end <= first:
+            return
+        size = self.config.block_size
+        blocks = tuple(request.blocks[first // size : -(-end // size)])
+        generations = tuple(self._pool.generation(block) for block in blocks)
+        outcomes.append(ChunkComputed(request.request_id, first, end, blocks, generations))
+        request.num_announced = end
+
+    def _publish_full_blocks(self, request: Tracked) -> None:
+        num_full = request.num_computed // self.config.block_size
+        if num_full <= request.num_published or not self.config.prefix_caching:
+            return
+        extend_hashes(request.hashes, request.tokens, num_full, self.config.block_size)
+        for index in range(request.num_published, num_full):
+            self._pool.publish(request.hashes[index], request.blocks[index])
+        request.num_published = num_full
+
+    # ------------------------------------------------------------ transfers
+
+    def _on_kv_received(self, event: KvReceived) -> None:
+        transfer = self._residents.transfers.get(event.transfer_id)
+        if transfer is None:
+            self.counters.ignored_events += 1
+            return
+        if transfer.state is TransferState.DRAINING:  # it completed while it was being given up: quiet, unwanted
+            self._on_kv_quiet(KvQuiet(event.transfer_id))
+            return
+        request = self._residents.by_id[transfer.request_id]
+        transfer.move(TransferMove.COMMIT)
+        self._residents.forget_transfer(transfer)
+        request.transfer_id = None
+        request.num_computed = request.num_prompt_tokens
+        self._publish_full_blocks(request)
+        request.tokens.append(event.first_token)
+        if self._finish_of(request, event.first_token)[0] is not None:
+            self._end(request)
+        else:
+            self._residents.start_decoding(request)
+
+    def _on_transfer_failed(self, event: TransferFailed, outcomes: list[Outcome]) -> None:
+        """Prefill here instead, in new blocks, at the request's old place."""
+        transfer = self._residents.transfers.get(event.transfer_id)
+        if transfer is None or transfer.state is not TransferState.OPEN:
+            self.counters.ignored_events += 1
+            return
+        request = self._residents.by_id[transfer.request_id]
+        outcomes.append(self._abandon_transfer(request))
+        self._pool.release(request.blocks)
+        self.counters.reroutes += 1
+        self._residents.reroute(request, event.forced_output)
+
+    def _abandon_transfer(self, request: Tracked) -> TransferUnwanted:
+        """The destination blocks stay behind with the transfer; the request keeps the rest."""
+        assert request.transfer_id is not None
+        transfer = self._residents.transfers[request.transfer_id]
+        transfer.move(TransferMove.ABANDON)
+        on_wire = set(transfer.blocks)
+        request.blocks = [block for block in request.blocks if block not in on_wire]
+        request.transfer_id = None
+        return TransferUnwanted(transfer.transfer_id)
+
+    def _on_kv_quiet(self, event: KvQuiet) -> None:
+        transfer = self._residents.transfers.get(event.transfer_id)
+        if transfer is None or transfer.state is not TransferState.DRAINING:
+            self.counters.ignored_events += 1
+            return
+        transfer.move(TransferMove.SETTLE)
+        self._residents.forget_transfer(transfer)
+        self._pool.release(transfer.blocks)
+
+    # ------------------------------------------------------------ leases
+
+    def _on_lease_ended(self, event: LeaseReleased | LeaseRevoked, outcomes: list[Outcome]) -> None:
+        request = self._residents.by_id.get(event.request_id)
+        if request is None or not request.has_lease:
+            self.counters.ignored_events += 1
+            return
+        request.has_lease = False
+        if request.state is State.STOPPING:
+            self._settle(request)
+            return
+        if request.state is State.PREFILLING:  # the peer gave up before the prompt was done
+            outcomes.append(RequestAborted(request.request_id))
+        self._end(request)
+
+    # ------------------------------------------------------------ ends
+
+    def _end(self, request: Tracked) -> None:
+        """Take the request out of scheduling, and give back what it holds as soon as nobody uses it."""
+        self._residents.retire(request)
+        if request.has_lease or self._is_in_round(request):
+            request.move(Move.STOP)
+        else:
+            self._finish(request)
+
+    def _settle(self, request: Tracked) -> None:
+        if not request.has_lease and not self._is_in_round(request):
+            self._finish(request)
+
+    def _is_in_round(self, request: Tracked) -> bool:
+        plan = self._outstanding
+        return plan is not None and any(row.request_id == request.request_id for row in plan.rows)
+
+    def _finish(self, request: Tracked) -> None:
+        self._pool.release(request.blocks)
+        request.blocks = []
+        self._residents.forget(request)
+        request.move(Move.END)
+
+    # ------------------------------------------------------------ what others may ask
+
+    @property
+    def has_work(self) -> bool:
+        """A round could run something, or a transfer or lease is still open."""
+        return bool(self._residents.prefilling or self._residents.decoding or self._residents.has_waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        """No request lives and no transfer drains."""
+        return not self._residents.by_id and not self._residents.transfers
+
+    @property
+    def num_waiting(self) -> int:
+        return self._residents.num_waiting
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return sum(request.num_left_to_compute for request in self._residents.waiting_requests())
+
+    @property
+    def num_running(self) -> int:
+        return len(self._residents.by_id) - self._residents.num_waiting
+
+    @property
+    def num_held_blocks(self) -> int:
+        return self._pool.num_held
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return self._pool.num_cached
+
+    @property
+    def num_draining_blocks(self) -> int:
+        """Blocks that no request has and a transfer may still write: quarantined."""
+        return sum(len(t.blocks) for t in self._residents.transfers.values() if t.state is TransferState.DRAINING)
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self._residents.transfers)
+
+    def generation(self, block: BlockId) -> int:
+        """The block's generation now, to be compared with an announced one."""
+        return self._pool.generation(block)
+
+    def transfer_of(self, request_id: RequestId) -> TransferId | None:
+        request = self._residents.by_id.get(request_id)
+        return request.transfer_id if request else None
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def check_integrity(self) -> None:
+        """free + cached + held == total, every reference has its holder, every request is where its state says."""
+        tables: list[Iterable[BlockId]] = [request.blocks for request in self._residents.by_id.values()]
+        tables += [t.blocks for t in self._residents.transfers.values() if t.state is TransferState.DRAINING]
+        self._pool.check_integrity(tables)
+        for request in self._residents.by_id.values():
+            assert (request.state in HOLDS_BLOCKS) == bool(request.blocks) or request.state is State.STOPPING
+            assert request.state is not State.FINISHED
+        self._residents.check_integrity()
