@@ -1,0 +1,1 @@
+"""The fused node: prefill and decode on one node."""

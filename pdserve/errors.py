@@ -37,9 +37,16 @@ class PdserveError(Exception):
 
 
 class InvalidRequest(PdserveError):
-    """A request that can never be served as it stands; the message names the field, the value and the limit."""
+    """A request that can never be served as it stands; the message names the field, the value and the limit.
+
+    field: the name alone, for a caller that wants to point at it.
+    """
 
     status = "INVALID_ARGUMENT"
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class RequestIdInUse(PdserveError):

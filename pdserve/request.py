@@ -139,6 +139,7 @@ class GenerateRequest:
     """A caller's request after its input was turned into tokens.
 
     sampling.sample_index is ignored; sample i of n is drawn with index i. stop: strings that end an answer.
+    time_left_s: until the caller's deadline, as of now; None without one.
     """
 
     request_id: RequestId
@@ -148,6 +149,7 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     priority: int = 0
+    time_left_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

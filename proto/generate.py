@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet, MethodDescriptorProto
-from grpc_tools import protoc
+from grpc_tools import protoc  # type: ignore[import-untyped]
 
 PROTO_ROOT = Path(__file__).resolve().parent
 GRPC_TYPES_HEADER = '"""Types of the gRPC half, written by proto/generate.py."""\n'
@@ -62,7 +62,8 @@ def grpc_types(file: FileDescriptorProto) -> Iterator[str]:
             for method in service.method:
                 yield f"    {method.name}: {package}.{callable_type(method, module)}"
         yield f"\nclass {service.name}Servicer: ..."
-        yield f"\ndef add_{service.name}Servicer_to_server(servicer: Any, server: grpc.Server | grpc.aio.Server) -> None: ..."
+        arguments = "servicer: Any, server: grpc.Server | grpc.aio.Server"
+        yield f"\ndef add_{service.name}Servicer_to_server({arguments}) -> None: ..."
 
 
 def callable_type(method: MethodDescriptorProto, module: str) -> str:

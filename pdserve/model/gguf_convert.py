@@ -12,6 +12,7 @@ k rows is undone here.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pdserve.errors import StartupError
 from pdserve.model.progress import Progress, no_progress
+
+# One line of history a bump, so that cached conversions are made again:
+# 1  float32, tied embeddings left out, PreTrainedTokenizerFast.
+CONVERTER_VERSION = 1
 
 Float32Array = NDArray[np.float32]
 
@@ -63,14 +68,22 @@ def convert(gguf_path: Path, directory: Path, *, progress: Progress = no_progres
 
     Needs memory for the whole model in float32. Raises StartupError where the file is not one this can convert.
     """
+    progress("read the model file", 0, 1)
     reader = _open(gguf_path)
+    progress("read the model file", 1, 1)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     _refuse_unsupported(metadata)
-    weights = read_weights(reader, num_heads=_num_heads(metadata), num_kv_heads=_num_kv_heads(metadata), progress=progress)
+    weights = read_weights(
+        reader, num_heads=_num_heads(metadata), num_kv_heads=_num_kv_heads(metadata), progress=progress
+    )
     config = model_config(metadata, tie_word_embeddings="lm_head.weight" not in weights)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     _write_json(directory / "config.json", config)
-    _write_json(directory / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")})
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    # safetensors makes its file private; readers of the others may read this one.
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")
+    _write_json(
+        directory / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    )
     build_tokenizer(metadata).save(str(directory / "tokenizer.json"))
     _write_json(directory / "tokenizer_config.json", tokenizer_config(metadata))
 
@@ -94,7 +107,8 @@ def _refuse_unsupported(metadata: Metadata) -> None:
         if metadata.get(name) not in supported:
             known = " or ".join("unset" if value is None else repr(value) for value in supported)
             raise StartupError(
-                f"GGUF field {name} is {metadata.get(name)!r}, this converter knows {known}; use the model's HF directory"
+                f"GGUF field {name} is {metadata.get(name)!r}, this converter knows {known}; "
+                "use the model's HF directory"
             )
 
 
@@ -199,7 +213,13 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     types = metadata["tokenizer.ggml.token_type"]
     for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
-        add([AddedToken(token, normalized=False) for token, of_kind in zip(tokens, types, strict=True) if of_kind == kind])
+        add(
+            [
+                AddedToken(token, normalized=False)
+                for token, of_kind in zip(tokens, types, strict=True)
+                if of_kind == kind
+            ]
+        )
     return tokenizer
 
 

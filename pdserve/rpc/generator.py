@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from pdserve.request import GenerateChunk, GenerateRequest, RankLoad, RequestId
@@ -11,7 +11,7 @@ from pdserve.request import GenerateChunk, GenerateRequest, RankLoad, RequestId
 class Generator(Protocol):
     """A node that answers. Fused and decode nodes are two of these behind one servicer."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """The answer as it is computed; each sample ends with exactly one chunk whose delta carries `finish`.
 
         Closing the iterator aborts what is left. Raises a PdserveError where the request fails as a whole.

@@ -42,9 +42,12 @@ class BlockPool:
         """How often the block was given out anew; equal generations mean the same content was never replaced."""
         return self._generations[block]
 
-    def allocate(self, num_blocks: int) -> list[BlockId] | None:
-        """`num_blocks` blocks with one reference each, least recently used prefixes evicted; None if too few."""
-        if num_blocks > self.num_available:
+    def allocate(self, num_blocks: int, leaving: int = 0) -> list[BlockId] | None:
+        """`num_blocks` blocks with one reference each, least recently used prefixes evicted; None if too few.
+
+        leaving: how many others must be available after it.
+        """
+        if num_blocks > self.num_available - leaving:
             return None
         taken = []
         for _ in range(num_blocks):
@@ -86,9 +89,6 @@ class BlockPool:
     def longest_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """The blocks of the longest cached prefix; not held yet."""
         return self._prefixes.longest(hashes)
-
-    def is_held(self, block: BlockId) -> bool:
-        return self._references[block] > 0
 
     def check_integrity(self, holders: Iterable[Iterable[BlockId]]) -> None:
         """Every reference is accounted for by `holders` (each a table of blocks), every block by one of the sets."""

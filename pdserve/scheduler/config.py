@@ -13,6 +13,7 @@ class SchedulerConfig:
 
     max_batch_size: slots, and the most rows of a round. max_scheduled_tokens: the most tokens of a round.
     answer_headroom: tokens of the answer that admission reserves blocks for, beside the prompt.
+    min_prefill_chunk_tokens: what a mixed round's decodes leave for a waiting prefill; None = one block.
     max_outstanding_transfers: how many requests may wait on peers at once; None = as many as there are slots.
     prefill_watermark: a share in tenths of the pool above which no new gated prompt is admitted; None = no check.
     """
@@ -31,8 +32,10 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_batch_size", "max_scheduled_tokens", "max_model_len"):
-            if getattr(self, name) < 1:
-                raise StartupError(f"{name} is {getattr(self, name)}, it must be at least 1")
+            _at_least(name, getattr(self, name), 1)
+        _at_least("answer_headroom", self.answer_headroom, 0)
+        _at_least("max_outstanding_transfers", self.transfer_limit, 1)
+        _at_least("min_prefill_chunk_tokens", self.prefill_reserve, self.block_size)
         if self.max_scheduled_tokens < self.block_size:
             raise StartupError(
                 f"--chunked-prefill-size {self.max_scheduled_tokens} is below --block-size {self.block_size}: "
@@ -43,6 +46,11 @@ class SchedulerConfig:
                 f"--chunked-prefill-size {self.max_scheduled_tokens} is below --max-num-seqs {self.max_batch_size}: "
                 "a round could not decode every stream; raise the one or lower the other"
             )
+        if self.enable_mixed_batch and self.max_scheduled_tokens <= self.prefill_reserve:
+            raise StartupError(
+                f"--chunked-prefill-size {self.max_scheduled_tokens} leaves no token for a decode beside the "
+                f"{self.prefill_reserve} kept for prefill in a mixed round; raise it or drop --enable-mixed-batch"
+            )
 
     @property
     def prefill_reserve(self) -> int:
@@ -52,3 +60,8 @@ class SchedulerConfig:
     @property
     def transfer_limit(self) -> int:
         return self.max_batch_size if self.max_outstanding_transfers is None else self.max_outstanding_transfers
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise StartupError(f"{name} is {value}, it must be at least {least}")

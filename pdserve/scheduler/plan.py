@@ -196,9 +196,8 @@ Event = StepDone | KvReceived | TransferFailed | KvQuiet | LeaseReleased | Lease
 # ---------------------------------------------------------------- outcomes
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDrawn:
-    """A token of a live request's answer, and the end of the answer if this was the last.
+class TokenDrawn(NamedTuple):
+    """A token of a live request's answer, and the end of the answer if this was the last. A tuple, as Row is.
 
     sample: index in StepDone.tokens, so that logprobs can be found beside it.
     """

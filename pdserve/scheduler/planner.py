@@ -22,7 +22,10 @@ MAX_PASSED_OVER = 64
 
 @dataclass(slots=True)
 class Draft:
-    """A plan in the making. A prefill that could not take all it wanted seals the round for prefills behind it."""
+    """A plan in the making. A prefill that could not take all it wanted seals the round for prefills behind it.
+
+    num_blocks_for_decodes: blocks that running answers need before anything new may have one.
+    """
 
     tokens_left: int
     rows_left: int
@@ -32,6 +35,7 @@ class Draft:
     decode: list[Row] = field(default_factory=list)
     reservations: list[Reservation] = field(default_factory=list)
     is_sealed: bool = False
+    num_blocks_for_decodes: int = 0
     blocked_decodes: list[Tracked] = field(default_factory=list)
 
     @property
@@ -84,7 +88,10 @@ class Planner:
         """Tokens that decodes of a mixed round leave free while a prefill could use them."""
         waits = any(self._may_extend(request, draft) for request in self._residents.prefilling) or (
             self._residents.has_free_slot
-            and any(self._may_admit(r, draft) for r in self._residents.first_waiting(MAX_CANDIDATES))
+            and any(
+                request.route.prefill is Side.LOCAL and self._may_admit(request, draft)
+                for request in self._residents.first_waiting(MAX_CANDIDATES)
+            )
         )
         return self._config.prefill_reserve if waits else 0
 
@@ -114,20 +121,14 @@ class Planner:
 
     def _row(self, request: Tracked, start: int, end: int, draft: Draft) -> Row:
         assert request.slot is not None
-        if not request.is_loaded:
-            self._load(request, draft)
         new_blocks: tuple[BlockId, ...] = ()
         if request.num_told_blocks < len(request.blocks):
+            if request.num_told_blocks == 0:
+                output = tuple(request.tokens[request.num_prompt_tokens :])
+                draft.starts.append(SlotStart(request.request_id, request.slot, output, request.num_cached_tokens))
             new_blocks = tuple(request.blocks[request.num_told_blocks :])
             request.num_told_blocks = len(request.blocks)
         return Row(request.request_id, request.slot, start, end, new_blocks, end == len(request.tokens))
-
-    def _load(self, request: Tracked, draft: Draft) -> None:
-        assert request.slot is not None
-        output = tuple(request.tokens[request.num_prompt_tokens :])
-        draft.starts.append(SlotStart(request.request_id, request.slot, output, request.num_cached_tokens))
-        request.is_loaded = True
-        request.num_told_blocks = 0
 
     # ------------------------------------------------------------ prefills
 
@@ -135,39 +136,49 @@ class Planner:
         for request in self._residents.prefilling:
             if self._may_extend(request, draft) and not draft.is_full and not draft.is_sealed:
                 self._add_chunk(request, draft)
-        passed: list[Tracked] = []
+        if self._residents.has_free_slot and self._residents.has_waiting:
+            self._add_new(draft)
+
+    def _add_new(self, draft: Draft) -> None:
+        """Admit from the queue. Who lacks blocks is passed over by those behind, in MAX_PASSED_OVER rounds at most."""
+        draft.num_blocks_for_decodes = self._num_blocks_for_decodes()
+        blocked: list[Tracked] = []
+        num_overtaken = 0
         for request in self._residents.first_waiting(MAX_CANDIDATES):
             if not self._residents.has_free_slot:
                 break
-            if self._try_admission(request, draft):
-                for other in passed:
-                    other.num_passed_over += 1
-            elif self._may_be_passed_over(request, draft):
-                passed.append(request)
-                if request.num_passed_over >= MAX_PASSED_OVER:
-                    break
+            if self._has_room(request, draft) and self._admit(request, draft):
+                num_overtaken = len(blocked)
+            elif request.num_passed_over >= MAX_PASSED_OVER and self._may_admit(request, draft):
+                break
+            elif self._has_room(request, draft):
+                blocked.append(request)
+        for request in blocked[:num_overtaken]:
+            request.num_passed_over += 1
 
-    def _may_be_passed_over(self, request: Tracked, draft: Draft) -> bool:
-        """It failed for want of blocks, not of permission or of room in this round."""
-        if request.route.prefill is Side.REMOTE:
-            return len(self._residents.transfers) < self._config.transfer_limit
-        return self._may_admit(request, draft) and not draft.is_full and not draft.is_sealed
+    def _num_blocks_for_decodes(self) -> int:
+        size = self._config.block_size
+        return sum(len(request.tokens) > len(request.blocks) * size for request in self._residents.decoding)
 
-    def _try_admission(self, request: Tracked, draft: Draft) -> bool:
+    def _has_room(self, request: Tracked, draft: Draft) -> bool:
+        """Permission, and room in this round or on the wire: all that is left to find is blocks."""
         if request.route.prefill is Side.REMOTE:
-            return len(self._residents.transfers) < self._config.transfer_limit and self._reserve(request, draft)
-        if draft.is_full or draft.is_sealed or not self._may_admit(request, draft):
-            return False
-        return self._admit(request, draft)
+            return self._residents.num_receiving < self._config.transfer_limit
+        return not draft.is_full and not draft.is_sealed and self._may_admit(request, draft)
 
     def _admit(self, request: Tracked, draft: Draft) -> bool:
+        if request.route.prefill is Side.REMOTE:
+            return self._reserve(request, draft)
+        return self._begin(request, draft)
+
+    def _begin(self, request: Tracked, draft: Draft) -> bool:
         """Blocks and a slot for a new prompt, and its first chunk. A prompt that has no chunk now seals the round."""
         hits = self._prefix_hits(request)
         num_cached = len(hits) * self._config.block_size
         if self._chunk_end(num_cached, len(request.tokens), draft.tokens_left) == num_cached:
             draft.is_sealed = True
             return False
-        if not self._take_blocks(request, hits):
+        if not self._take_blocks(request, hits, draft):
             return False
         request.num_computed = request.num_cached_tokens = num_cached
         request.num_published = len(hits)
@@ -195,7 +206,7 @@ class Planner:
     def _reserve(self, request: Tracked, draft: Draft) -> bool:
         """Blocks and a slot for a prompt that a peer prefills."""
         hits = self._prefix_hits(request)
-        if not self._take_blocks(request, hits):
+        if not self._take_blocks(request, hits, draft):
             return False
         size = self._config.block_size
         num_blocks = -(-request.num_prompt_tokens // size)
@@ -219,14 +230,15 @@ class Planner:
         extend_hashes(request.hashes, request.tokens, num_blocks, self._config.block_size)
         return self._pool.longest_prefix(request.hashes[:num_blocks])
 
-    def _take_blocks(self, request: Tracked, hits: list[BlockId]) -> bool:
+    def _take_blocks(self, request: Tracked, hits: list[BlockId], draft: Draft) -> bool:
         """Hold the hits and allocate the rest: the known tokens, and headroom for the answer. All or nothing."""
         num_tokens = len(request.tokens)
         if request.route.reserves_answer:
             left = request.max_new_tokens - request.num_output_tokens
             num_tokens += min(left, self._config.answer_headroom)
         self._pool.hold(hits)
-        blocks = self._pool.allocate(-(-num_tokens // self._config.block_size) - len(hits))
+        num_new = -(-num_tokens // self._config.block_size) - len(hits)
+        blocks = self._pool.allocate(num_new, leaving=draft.num_blocks_for_decodes)
         if blocks is None:
             self._pool.release(hits)
             return False
@@ -239,8 +251,7 @@ class Planner:
 
     def _given_up(self, draft: Draft) -> tuple[RequestFailed, ...]:
         """The newest decode, where nothing can run for want of blocks and nothing else will free any."""
-        will_free = bool(self._residents.transfers) or any(r.has_lease for r in self._residents.by_id.values())
-        if draft.prefill or draft.decode or not draft.blocked_decodes or will_free:
+        if draft.prefill or draft.decode or not draft.blocked_decodes or self._will_free_blocks:
             return ()
         error = NotReady(
             f"the KV cache is full: no block of {self._pool.num_blocks} is free and none of "
@@ -248,3 +259,9 @@ class Planner:
             "Raise --num-kv-blocks or lower --max-num-seqs"
         )
         return (RequestFailed(draft.blocked_decodes[-1].request_id, error),)
+
+    @property
+    def _will_free_blocks(self) -> bool:
+        """A transfer or a lease holds blocks, and ends without a round of ours."""
+        residents = self._residents
+        return bool(residents.transfers) or any(request.has_lease for request in residents.by_id.values())

@@ -22,6 +22,7 @@ class Residents:
         self.transfers: dict[TransferId, Transfer] = {}
         self.num_gated_waiting = 0
         self.num_gated_prefilling = 0
+        self.num_receiving = 0
         self._waiting: list[Tracked] = []
         self._free_slots = list(reversed(range(num_slots)))
         self._num_slots = num_slots
@@ -78,6 +79,7 @@ class Residents:
         self._leave_queue(request)
         request.move(Move.RESERVE)
         request.slot = self._free_slots.pop()
+        self.num_receiving += 1
         self._num_transfers_opened += 1
         request.transfer_id = TransferId(self._num_transfers_opened)
         return request.transfer_id
@@ -88,6 +90,7 @@ class Residents:
             self._leave_prefill(request)
             request.move(Move.PREFILLED)
         else:
+            self.num_receiving -= 1
             request.move(Move.RECEIVED)
         insort(self.decoding, request, key=_order)
 
@@ -100,12 +103,12 @@ class Residents:
 
     # ------------------------------------------------------------ out of work
 
-    def reroute(self, request: Tracked, forced_output: tuple[int, ...]) -> None:
-        """Back into the queue at its old place, to be prefilled here."""
+    def reroute(self, request: Tracked) -> None:
+        """Back into the queue at its old place, to be prefilled here; its blocks are given back already."""
+        self.num_receiving -= 1
         request.move(Move.REROUTE)
         self._give_back_slot(request)
         request.route = FUSED
-        request.tokens[request.num_prompt_tokens :] = forced_output
         request.blocks = []
         request.num_computed = request.num_published = request.num_told_blocks = 0
         self.enqueue(request)
@@ -116,6 +119,8 @@ class Residents:
             self._leave_queue(request)
         elif request.state is State.PREFILLING:
             self._leave_prefill(request)
+        elif request.state is State.RECEIVING:
+            self.num_receiving -= 1
         elif request.state is State.DECODING:
             del self.decoding[bisect_left(self.decoding, request.order, key=_order)]
 
@@ -128,7 +133,6 @@ class Residents:
         if request.slot is not None:
             self._free_slots.append(request.slot)
             request.slot = None
-        request.is_loaded = False
 
     def forget_transfer(self, transfer: Transfer) -> None:
         del self.transfers[transfer.transfer_id]
@@ -145,5 +149,6 @@ class Residents:
             assert {r.request_id for r in listed} == {i for i, r in self.by_id.items() if r.state is state}
         assert self.num_gated_waiting == sum(r.route.is_gated for r in self._waiting)
         assert self.num_gated_prefilling == sum(r.route.is_gated for r in self.prefilling)
+        assert self.num_receiving == sum(r.state is State.RECEIVING for r in self.by_id.values())
         slots = [r.slot for r in self.by_id.values() if r.slot is not None]
         assert sorted(slots + self._free_slots) == list(range(self._num_slots)), "a slot is lost or shared"

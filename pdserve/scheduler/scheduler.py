@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from pdserve.errors import InternalError, InvalidRequest, RequestIdInUse
-from pdserve.request import BlockId, FinishReason, RequestId, Side, TransferId
+from pdserve.request import FUSED, BlockId, FinishReason, RequestId, Side, TransferId
 from pdserve.scheduler.block_pool import BlockPool
 from pdserve.scheduler.config import SchedulerConfig
 from pdserve.scheduler.counters import Counters
@@ -77,6 +77,13 @@ class Scheduler:
         num_prompt = len(submission.prompt)
         if num_prompt == 0:
             raise InvalidRequest("prompt is empty, it needs at least one token")
+        num_forced = len(submission.forced_output)
+        assert num_forced == 0 or submission.route == FUSED, "the side that draws the first token is elsewhere"
+        if num_forced >= submission.max_new_tokens:
+            raise InvalidRequest(
+                f"max_new_tokens is {submission.max_new_tokens}, it must be more than the {num_forced} tokens that "
+                "the answer has already"
+            )
         num_new = submission.max_new_tokens if submission.route.reserves_answer else 0
         if num_prompt + num_new > self.config.max_model_len:
             raise InvalidRequest(
@@ -91,7 +98,7 @@ class Scheduler:
             )
 
     def abort(self, request_id: RequestId) -> tuple[Outcome, ...]:
-        """End a live request for its caller at once; what it holds goes when nobody uses it. No such request: nothing."""
+        """End a live request for its caller at once; what it holds goes when nobody uses it. Unknown: nothing."""
         request = self._residents.by_id.get(request_id)
         if request is None or request.state is State.STOPPING:
             return ()
@@ -106,12 +113,20 @@ class Scheduler:
     # ------------------------------------------------------------ rounds
 
     def probe_prefill_gate(self) -> PrefillProbe:
-        """This rank's vote, read only."""
+        """This rank's vote, read only. A prompt whose last chunk is in the outstanding round is decode work already."""
         residents = self._residents
-        wants = residents.num_gated_prefilling > 0 or (
+        num_completing = sum(request.route.is_gated for request in self._completing())
+        wants = residents.num_gated_prefilling > num_completing or (
             residents.num_gated_waiting > 0 and self._planner.is_below_watermark
         )
-        return PrefillProbe(wants_prefill=wants, has_decode_work=bool(residents.decoding))
+        return PrefillProbe(wants, has_decode_work=bool(residents.decoding) or num_completing > 0)
+
+    def _completing(self) -> Iterator[Tracked]:
+        """Live requests whose last chunk is in the outstanding round."""
+        for row in self._outstanding.prefill if self._outstanding else ():
+            request = self._residents.by_id[row.request_id]
+            if row.samples and request.state is State.PREFILLING:
+                yield request
 
     def plan(self, options: PlanOptions | None = None) -> RoundPlan:
         """The next round. Only after the StepDone of the one before."""
@@ -149,42 +164,59 @@ class Scheduler:
         plan = self._outstanding
         if plan is None or plan.round_id != event.round_id:
             raise InternalError(f"StepDone names round {event.round_id}, outstanding is {plan and plan.round_id}")
+        tokens, num_sampled = event.tokens, sum(row.samples for row in plan.prefill) + len(plan.decode)
+        if len(tokens) != num_sampled:
+            raise InternalError(f"StepDone brings {len(tokens)} tokens, round {plan.round_id} draws {num_sampled}")
         self._outstanding = None
-        sample = 0
+        by_id, sample = self._residents.by_id, 0
         for row in plan.rows:
-            request = self._residents.by_id[row.request_id]
-            if request.state is State.STOPPING:
-                self._settle(request)
+            request = by_id[row.request_id]
+            if request.state is State.DECODING:
+                self._on_decoded(request, row.end, tokens[sample], sample, outcomes)
+            elif request.state is State.PREFILLING:
+                self._on_chunk_computed(request, row, outcomes)
+                if row.samples:
+                    self._on_prefilled(request, tokens[sample], sample, outcomes)
             else:
-                self._on_row_done(request, row, event.tokens[sample] if row.samples else None, sample, outcomes)
+                self._settle(request)
             sample += row.samples
 
-    def _on_row_done(self, request: Tracked, row: Row, token: int | None, sample: int, outcomes: list[Outcome]) -> None:
-        was_prefilling = request.state is State.PREFILLING
+    def _on_decoded(self, request: Tracked, end: int, token: int, sample: int, outcomes: list[Outcome]) -> None:
+        request.num_computed = end
+        if end % self.config.block_size == 0:
+            self._publish_full_blocks(request)
+        if self._on_token(request, token, sample, outcomes) is not None:
+            self._end(request)
+
+    def _on_chunk_computed(self, request: Tracked, row: Row, outcomes: list[Outcome]) -> None:
         request.num_computed = row.end
         self._publish_full_blocks(request)
-        if was_prefilling:
-            self.counters.prompt_tokens_computed += row.end - row.start
-            if request.route.decode is Side.REMOTE:
-                self._announce(request, row.end, outcomes)
-        if token is None:
-            return
+        self.counters.prompt_tokens_computed += row.end - row.start
+        if request.route.decode is Side.REMOTE:
+            self._announce(request, row.end, outcomes)
+
+    def _on_prefilled(self, request: Tracked, token: int, sample: int, outcomes: list[Outcome]) -> None:
+        finish = self._on_token(request, token, sample, outcomes)
+        if request.route.decode is Side.REMOTE:
+            self._residents.send_off(request)
+        elif finish is None:
+            self._residents.start_decoding(request)
+        else:
+            self._end(request)
+
+    def _on_token(self, request: Tracked, token: int, sample: int, outcomes: list[Outcome]) -> FinishReason | None:
         request.tokens.append(token)
         self.counters.output_tokens += 1
         finish, matched = self._finish_of(request, token)
         outcomes.append(TokenDrawn(request.request_id, token, sample, finish, matched))
-        if was_prefilling and request.route.decode is Side.REMOTE:
-            self._residents.send_off(request)
-        elif finish is not None:
-            self._end(request)
-        elif was_prefilling:
-            self._residents.start_decoding(request)
+        return finish
 
     def _finish_of(self, request: Tracked, token: int) -> tuple[FinishReason | None, int | None]:
         """How the answer ends with `token`, and the stop token that ended it."""
-        if token in request.stop_token_ids and request.num_output_tokens > request.min_new_tokens:
+        num_output = len(request.tokens) - request.num_prompt_tokens
+        if token in request.stop_token_ids and num_output > request.min_new_tokens:
             return FinishReason.STOP, token
-        if request.num_output_tokens >= request.max_new_tokens:
+        if num_output >= request.max_new_tokens:
             return FinishReason.LENGTH, None
         return None, None
 
@@ -231,16 +263,20 @@ class Scheduler:
             self._residents.start_decoding(request)
 
     def _on_transfer_failed(self, event: TransferFailed, outcomes: list[Outcome]) -> None:
-        """Prefill here instead, in new blocks, at the request's old place."""
+        """Prefill here instead, in new blocks, at the request's old place; an answer that is complete just ends."""
         transfer = self._residents.transfers.get(event.transfer_id)
         if transfer is None or transfer.state is not TransferState.OPEN:
             self.counters.ignored_events += 1
             return
         request = self._residents.by_id[transfer.request_id]
         outcomes.append(self._abandon_transfer(request))
+        request.tokens += event.forced_output
+        if event.forced_output and self._finish_of(request, event.forced_output[-1])[0] is not None:
+            self._end(request)
+            return
         self._pool.release(request.blocks)
         self.counters.reroutes += 1
-        self._residents.reroute(request, event.forced_output)
+        self._residents.reroute(request)
 
     def _abandon_transfer(self, request: Tracked) -> TransferUnwanted:
         """The destination blocks stay behind with the transfer; the request keeps the rest."""
@@ -304,7 +340,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """A round could run something, or a transfer or lease is still open."""
+        """Somebody waits for a round; a round may still have to wait for blocks, a slot or a peer."""
         return bool(self._residents.prefilling or self._residents.decoding or self._residents.has_waiting)
 
     @property
@@ -358,6 +394,5 @@ class Scheduler:
         tables += [t.blocks for t in self._residents.transfers.values() if t.state is TransferState.DRAINING]
         self._pool.check_integrity(tables)
         for request in self._residents.by_id.values():
-            assert (request.state in HOLDS_BLOCKS) == bool(request.blocks) or request.state is State.STOPPING
-            assert request.state is not State.FINISHED
+            assert (request.state in HOLDS_BLOCKS) == bool(request.blocks), f"{request.state.name} and its blocks"
         self._residents.check_integrity()

@@ -1,12 +1,19 @@
 """The states of a request and of a transfer, as tables, and the record the scheduler keeps of each.
 
-A request:
+A request. Fused it goes WAITING, PREFILLING, DECODING; for a peer's decode WAITING, PREFILLING, SENDING; with a peer's
+prefill WAITING, RECEIVING, DECODING. STOPPING is for who ends while a round or a lease still uses its blocks:
 
-    WAITING ──admit──▶ PREFILLING ──prefilled──▶ DECODING ──end──▶ FINISHED
-       │                   └──────sent off─────▶ SENDING  ──end──▶ FINISHED
-       ├──reserve──▶ RECEIVING ──received──▶ DECODING
-       │                 └──reroute──▶ WAITING
-       └──end──▶ FINISHED          any that holds something in use ──stop──▶ STOPPING ──end──▶ FINISHED
+    WAITING     ──admit──▶ PREFILLING    ──reserve──▶ RECEIVING  ──end──▶ FINISHED
+    PREFILLING  ──prefilled──▶ DECODING  ──sent_off──▶ SENDING   ──stop──▶ STOPPING  ──end──▶ FINISHED
+    RECEIVING   ──received──▶ DECODING   ──reroute──▶ WAITING    ──end──▶ FINISHED
+    DECODING    ──stop──▶ STOPPING       ──end──▶ FINISHED
+    SENDING     ──stop──▶ STOPPING       ──end──▶ FINISHED
+    STOPPING    ──end──▶ FINISHED
+
+A transfer:
+
+    OPEN        ──commit──▶ QUIET        ──abandon──▶ DRAINING
+    DRAINING    ──settle──▶ QUIET
 """
 
 from __future__ import annotations
@@ -99,7 +106,8 @@ def after_transfer(state: TransferState, move: TransferMove) -> TransferState:
 class Tracked:
     """One live request. tokens: prompt, then answer. Positions are half-open ranges over `tokens`.
 
-    blocks: its block table. num_told_blocks: how many of them the runner knows. num_published: full blocks already
+    blocks: its block table. num_told_blocks: how many of them the runner knows;
+    0 = it has not seen the request in its slot. num_published: full blocks already
     in the prefix cache. hashes: of its full blocks, as far as they were needed.
     """
 
@@ -115,7 +123,6 @@ class Tracked:
     reads_prefix_cache: bool
     state: State = State.WAITING
     slot: int | None = None
-    is_loaded: bool = False
     blocks: list[BlockId] = field(default_factory=list)
     num_told_blocks: int = 0
     num_computed: int = 0

@@ -22,7 +22,7 @@ PeerId = NewType("PeerId", str)
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Learn a peer's memory and warm the pair with a tiny read."""
+    """Learn a peer's memory and warm the pair with a tiny read. A peer that is connected answers Connected at once."""
 
     peer: PeerId
     metadata: bytes  # the peer's KVTransport.metadata()
@@ -40,7 +40,10 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class CutPeer:
-    """Last resort: destroy whatever talks to this peer, so that every open read from it becomes quiet."""
+    """Last resort: destroy whatever talks to this peer, so that every open read from it becomes quiet.
+
+    Answered by PeerLost (ConnectFailed if the pair was not warm yet); nothing comes of cutting an unknown peer.
+    """
 
     peer: PeerId
 
@@ -50,9 +53,10 @@ Command = Connect | Read | CutPeer
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The pair is warm: reads may be submitted."""
+    """The pair is warm: reads may be submitted. num_blocks: the size of the peer's slab, which bounds source ids."""
 
     peer: PeerId
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ class KVTransport(Protocol):
 
     @property
     def num_open_reads(self) -> int:
-        """Reads that are not quiet."""
+        """Reads that are not quiet, those that warm a pair included."""
 
     def close(self) -> None:
-        """Destroy everything; after it no peer can write here and nobody can read."""
+        """Destroy everything; after it nothing can write here. A peer on the same host may still be able to read."""

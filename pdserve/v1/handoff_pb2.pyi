@@ -32,8 +32,10 @@ class Fingerprint(_message.Message):
     def __init__(self, layout_version: _Optional[int] = ..., architecture: _Optional[str] = ..., model_revision: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("known_incarnation",)
+    KNOWN_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    known_incarnation: str
+    def __init__(self, known_incarnation: _Optional[str] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
     __slots__ = ("incarnation", "version", "fingerprint", "weights_version", "num_blocks", "block_bytes", "rank_metadata", "max_prompt_tokens", "num_slots", "lease_s")

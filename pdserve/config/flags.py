@@ -28,8 +28,10 @@ class Flag:
 class Field(Protocol):
     """The part of pydantic's FieldInfo that a flag is made from."""
 
-    annotation: type[Any] | None
     metadata: list[Any]
+
+    @property
+    def annotation(self) -> Any: ...
 
     @property
     def default(self) -> Any: ...
@@ -66,11 +68,17 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
 
 
-def members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, or the annotation alone."""
+# What `kinds` says of every list of words.
+LIST: Any = tuple
+
+
+def kinds(annotation: Any) -> list[Any]:
+    """The types a field takes: int | None gives int and NoneType; a list of words is LIST."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        return typing.get_args(annotation)
-    return (annotation,)
+        return [kind for part in typing.get_args(annotation) for kind in kinds(part)]
+    if typing.get_origin(annotation) is typing.Annotated:
+        return kinds(typing.get_args(annotation)[0])
+    return [LIST if typing.get_origin(annotation) is tuple else annotation]
 
 
 def add_flags(parser: argparse.ArgumentParser, fields: Mapping[str, Field], leave_out: Collection[str] = ()) -> None:
@@ -89,14 +97,13 @@ def _settings(flag: Flag, field: Field) -> dict[str, Any]:
     text = _with_default(flag, field).replace("%", "%%")
     if field.annotation is bool:
         return {"action": argparse.BooleanOptionalAction, "help": text}
-    kinds = members(field.annotation)
-    if any(typing.get_origin(kind) is tuple for kind in kinds):
+    if LIST in kinds(field.annotation):
         return {"action": "append", "metavar": flag.metavar, "help": text}
-    return {"metavar": "|".join(_choices(kinds)) or flag.metavar, "help": text}
+    return {"metavar": "|".join(_choices(field.annotation)) or flag.metavar, "help": text}
 
 
-def _choices(kinds: tuple[Any, ...]) -> list[str]:
-    for kind in kinds:
+def _choices(annotation: Any) -> list[str]:
+    for kind in kinds(annotation):
         if isinstance(kind, type) and issubclass(kind, enum.Enum):
             return [str(member.value) for member in kind]
         if typing.get_origin(kind) is typing.Literal:
@@ -109,5 +116,6 @@ def _with_default(flag: Flag, field: Field) -> str:
     if field.annotation is bool:
         notes.append(f"default: {'on' if field.default else 'off'}")
     elif field.default not in (None, ()) and not repr(field.default).startswith("PydanticUndefined"):
-        notes.append(f"default: {getattr(field.default, 'value', field.default)}")
+        value = field.default
+        notes.append(f"default: {f'{value:g}' if isinstance(value, float) else value}")
     return f"{flag.help} ({'; '.join(notes)})" if notes else flag.help

@@ -1,0 +1,55 @@
+# make demo   what pdserve is, in one minute: P + D beside one fused node, on a real model
+# make test   lint, types, architecture, tests
+# make fmt    formats and fixes what can be fixed
+# make clean  takes the environment and every product away
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+.PHONY: demo test fmt clean
+
+demo: $(VENV)/.node
+	@$(BIN)/pdserve demo
+
+test: $(VENV)/.dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/pytest
+
+fmt: $(VENV)/.dev
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps say how far the environment is; the next step runs again only when what it was made from changed.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdserve needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
+	@echo "making the environment in $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch first: nixl takes any torch, and pip would choose the newest for it.
+$(VENV)/.torch: constraints.txt | $(VENV)/.made
+	@echo "installing torch ..."
+	@$(PIP) torch
+	@touch $@
+
+$(VENV)/.node: pyproject.toml $(VENV)/.torch
+	@echo "installing pdserve ..."
+	@$(PIP) -e ".[node]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	@echo "installing pdserve and what its tests need ..."
+	@$(PIP) -e ".[node,dev]"
+	@touch $@ $(VENV)/.node

@@ -1,0 +1,275 @@
+"""One prompt's handoff, seen from the decode node: read, confirm, commit.
+
+    Start ─▶ (Progress) ─▶ Accepted ─▶ ChunkReady … ─▶ FirstToken     each chunk is pulled as it is announced
+    every byte here and FirstToken here ─▶ Release ─▶ Released(valid) ─▶ confirm ─▶ committed
+
+Anything else is a failed transfer, whatever the bytes look like.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from decode_node.peers import Peer
+from pdserve.engine.front import Rank
+from pdserve.engine.messages import ConfirmPull, PullBroken, PullChunk, PullCommitted, PullFinished, Reserved
+from pdserve.errors import PeerError, ProtocolError, TransferFailed
+from pdserve.kv.layout import Fingerprint
+from pdserve.request import LeaseId, TokenRequest, TransferId
+from pdserve.rpc.handoff import (
+    Accepted,
+    ChunkReady,
+    Computing,
+    FirstToken,
+    HandoffAbort,
+    Queued,
+    Release,
+    Released,
+    Renew,
+    RequestKey,
+    Start,
+    ToDecode,
+)
+from pdserve.rpc.handoff_codec import decode_to_decode, encode_to_prefill
+from pdserve.v1 import handoff_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+Said = ToDecode | PullFinished | PullBroken | PullCommitted | PeerError
+Call = grpc.aio.StreamStreamCall[pb.PrefillRequest, pb.PrefillResponse]
+
+
+class Handoff:
+    """`run` it once. Messages of the transport about its transfer are given to `put`."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        rank: Rank,
+        transfer_id: TransferId,
+        on_first_token: Callable[[FirstToken], None],
+        no_progress_timeout_s: float,
+    ) -> None:
+        assert peer.description is not None
+        self._peer = peer
+        self._peer_id = peer.id
+        self._renew_s = peer.description.lease_s / 6
+        self._rank = rank
+        self._transfer_id = transfer_id
+        self._on_first_token = on_first_token
+        self._timeout_s = no_progress_timeout_s
+        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._lease_id: LeaseId | None = None
+        self._first_token: FirstToken | None = None
+        self._num_chunks = 0
+        self._is_pulled = False
+        self._is_release_sent = False
+        self._is_confirmed = False
+        self._is_committed = False
+        self._last_progress: object = None
+
+    def put(self, message: object) -> None:
+        self._inbox.put_nowait(message)
+
+    async def run(self, start: Start) -> None:
+        """Returns once the KV is committed. Raises a PeerError for any other end; cancelled, it aborts at the peer."""
+        call: Call = self._peer.stub.Prefill()
+        reader = asyncio.create_task(self._read(call))
+        try:
+            await self._write(call, encode_to_prefill(start))
+            await self._follow(call)
+            await call.done_writing()
+        finally:
+            reader.cancel()
+            call.cancel()
+
+    async def _read(self, call: Call) -> None:
+        try:
+            async for message in call:
+                self.put(decode_to_decode(message))
+            self.put(TransferFailed("the prefill node ended the stream"))
+        except grpc.aio.AioRpcError as error:
+            self.put(_peer_error(error))
+        except PeerError as error:
+            self.put(error)
+
+    async def _write(self, call: Call, message: pb.PrefillRequest) -> None:
+        try:
+            await call.write(message)
+        except grpc.aio.AioRpcError as error:
+            raise _peer_error(error) from None
+        except asyncio.InvalidStateError:
+            # The stream is over; the reader knows why and says so in the inbox.
+            return
+
+    # ------------------------------------------------------------ events
+
+    async def _follow(self, call: Call) -> None:
+        """Until committed: handle what comes, renew in between, give up after too long without progress."""
+        deadline = time.monotonic() + self._timeout_s
+        while not self._is_committed:
+            try:
+                message = await asyncio.wait_for(self._inbox.get(), self._renew_s)
+            except TimeoutError:
+                await self._renew(call)
+            else:
+                if self._is_progress(message):
+                    deadline = time.monotonic() + self._timeout_s
+                await self._handle(call, message)
+            if time.monotonic() > deadline:
+                raise TransferFailed(f"no progress for {self._timeout_s:.0f} s at {self._peer.target}")
+
+    def _is_progress(self, message: object) -> bool:
+        """News of any kind counts, a repeated Progress does not."""
+        if isinstance(message, Queued | Computing):
+            is_news = message != self._last_progress
+            self._last_progress = message
+            return is_news
+        return True
+
+    async def _renew(self, call: Call) -> None:
+        if self._lease_id is not None and not self._is_release_sent:
+            await self._write(call, encode_to_prefill(Renew(self._lease_id)))
+
+    async def _handle(
+        self, call: Call, message: ToDecode | PullFinished | PullBroken | PullCommitted | PeerError
+    ) -> None:
+        match message:
+            case Queued() | Computing():
+                pass
+            case Accepted():
+                self._on_accepted(message)
+            case ChunkReady():
+                await self._on_chunk(message)
+            case FirstToken():
+                self._on_first(message)
+            case PullFinished():
+                self._is_pulled = True
+            case Released(is_valid=is_valid):
+                await self._on_released(is_valid)
+            case PullCommitted():
+                self._is_committed = True
+            case PullBroken(reason=reason) | HandoffAbort(reason=reason):
+                raise TransferFailed(reason)
+            case PeerError():
+                self._on_stream_error(message)
+        await self._release_when_complete(call)
+
+    def _on_accepted(self, message: Accepted) -> None:
+        if self._lease_id is not None:
+            raise ProtocolError("Accepted came twice")
+        self._lease_id = message.lease_id
+
+    async def _on_chunk(self, chunk: ChunkReady) -> None:
+        if self._lease_id is None or chunk.rank != 0 or chunk.seq != self._num_chunks:
+            raise ProtocolError(f"chunk {chunk.seq} of rank {chunk.rank} out of order")
+        self._num_chunks += 1
+        await self._rank.tell_transport(
+            PullChunk(self._transfer_id, self._peer_id, chunk.seq, chunk.first_token, chunk.end_token, chunk.blocks)
+        )
+
+    def _on_first(self, first: FirstToken) -> None:
+        if self._lease_id is None or self._first_token is not None:
+            raise ProtocolError("FirstToken out of order")
+        self._first_token = first
+        self._on_first_token(first)
+
+    async def _release_when_complete(self, call: Call) -> None:
+        """The last READ is done and nothing more will be announced."""
+        first = self._first_token
+        if not self._is_pulled or first is None or self._is_release_sent:
+            return
+        if first.num_chunks != self._num_chunks:
+            raise ProtocolError(f"the prompt is covered by {self._num_chunks} chunks, {first.num_chunks} were promised")
+        assert self._lease_id is not None
+        self._is_release_sent = True
+        await self._write(call, encode_to_prefill(Release(self._lease_id)))
+
+    async def _on_released(self, is_valid: bool) -> None:
+        if not self._is_release_sent or self._is_confirmed:
+            raise ProtocolError("Released out of order")
+        if not is_valid:
+            raise TransferFailed("the prefill node no longer vouches for the blocks")
+        assert self._first_token is not None
+        self._is_confirmed = True
+        await self._rank.tell_transport(ConfirmPull(self._transfer_id, True, self._first_token.token_id))
+
+    def _on_stream_error(self, error: PeerError) -> None:
+        """After the confirmation the stream has nothing more to say; before it, its end is a failure."""
+        if not self._is_confirmed:
+            raise error
+
+
+def _peer_error(error: grpc.aio.AioRpcError) -> PeerError:
+    return TransferFailed(f"{error.code().name}: {error.details()}")
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffFailed:
+    """Into the request's inbox: its KV will not come."""
+
+    transfer_id: TransferId
+    error: PeerError
+
+
+class Handoffs:
+    """The handoffs under way at this node, by transfer. incarnation: of this node, another one after each start."""
+
+    def __init__(self, rank: Rank, fingerprint: Fingerprint, incarnation: str, no_progress_timeout_s: float) -> None:
+        self._rank = rank
+        self._fingerprint = fingerprint
+        self._incarnation = incarnation
+        self._timeout_s = no_progress_timeout_s
+        self._live: dict[TransferId, Handoff] = {}
+        self.counters: Counter[str] = Counter()
+
+    def start(self, peer: Peer, transfer: Reserved, request: TokenRequest) -> asyncio.Task[None]:
+        """Begin; FirstToken and HandoffFailed go into the request's inbox. Cancel the task to give it up."""
+        handoff = Handoff(
+            peer,
+            self._rank,
+            transfer.transfer_id,
+            lambda first: self._rank.deliver(request.request_id, first),
+            self._timeout_s,
+        )
+        self._live[transfer.transfer_id] = handoff
+        assert peer.description is not None
+        start = Start(
+            incarnation=peer.description.incarnation,
+            request_key=RequestKey(self._incarnation, request.request_id, attempt=0),
+            weights_version=peer.description.weights_version,
+            prompt=request.prompt,
+            sampling=request.sampling,
+            num_cached_tokens=transfer.num_cached_tokens,
+            fingerprint=self._fingerprint,
+        )
+        return asyncio.create_task(self._run(handoff, start, peer, transfer))
+
+    async def _run(self, handoff: Handoff, start: Start, peer: Peer, transfer: Reserved) -> None:
+        try:
+            await handoff.run(start)
+        except PeerError as error:
+            log.warning("handoff of %s to %s failed: %s", transfer.request_id, peer.target, error.message)
+            peer.doubt()
+            self._rank.deliver(transfer.request_id, HandoffFailed(transfer.transfer_id, error))
+        finally:
+            self._live.pop(transfer.transfer_id, None)
+
+    def on_transport(self, message: PullFinished | PullBroken | PullCommitted) -> None:
+        """A message of the transport thread goes to the handoff of its transfer."""
+        if isinstance(message, PullFinished):
+            self.counters["kv_transfers_total"] += 1
+            self.counters["kv_bytes_total"] += message.num_bytes
+            self.counters["kv_reads_total"] += message.num_reads
+            self.counters["kv_descriptors_total"] += message.num_descriptors
+        handoff = self._live.get(message.transfer_id)
+        if handoff is not None:
+            handoff.put(message)

@@ -1,0 +1,25 @@
+"""What makes a node a decode node: prompts go to its peers, their KV comes here, answers are generated here."""
+
+from __future__ import annotations
+
+from decode_node.generator import HandoffPolicy, RemotePrefillTokens
+from decode_node.handoff import Handoffs
+from decode_node.peers import PeerTable
+from pdserve import node
+from pdserve.config import ServerArgs
+from pdserve.node import Parts, Site
+
+
+def run(args: ServerArgs) -> None:
+    """Serve until stopped."""
+    node.run(args, build, has_transport=True)
+
+
+def build(site: Site) -> Parts:
+    args, rank, fingerprint = site.args, site.rank, site.ready.fingerprint
+    peers = PeerTable(args.prefill_peers, fingerprint, rank, args.max_message_mib * 2**20)
+    handoffs = Handoffs(rank, fingerprint, site.incarnation, args.transfer_timeout_s)
+    policy = HandoffPolicy(args.decode_fallback, args.remote_prefill_min_tokens)
+    tokens = RemotePrefillTokens(rank, peers, handoffs, policy)
+    rank.on_transport = tokens.on_transport
+    return Parts([site.inference(site.text(tokens))], tokens.loads, [peers.watch()])

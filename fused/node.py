@@ -1,0 +1,18 @@
+"""What makes a node fused: prompts and answers on its own rank."""
+
+from __future__ import annotations
+
+from pdserve import node
+from pdserve.config import ServerArgs
+from pdserve.engine.front import LocalTokens
+from pdserve.node import Parts, Site
+
+
+def run(args: ServerArgs) -> None:
+    """Serve until stopped."""
+    node.run(args, build, has_transport=False)
+
+
+def build(site: Site) -> Parts:
+    tokens = LocalTokens(site.rank)
+    return Parts([site.inference(site.text(tokens))], tokens.loads)

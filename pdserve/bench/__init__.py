@@ -1,0 +1,1 @@
+"""Measurements of pdserve on the machine at hand."""

@@ -1,0 +1,94 @@
+"""What callers give and get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from pdserve.request import FinishReason, TokenLogprobs
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Everything about a request but its text. What is left out takes the node's default.
+
+    messages, token_ids: instead of a text; a chat's messages carry `role` and `content`.
+    constraint fields (regex, json_schema, grammar, choice): at most one.
+    """
+
+    messages: Sequence[Mapping[str, str]]
+    token_ids: Sequence[int]
+    request_id: str
+    model: str
+    priority: int
+    skip_special_tokens: bool
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    max_new_tokens: int
+    min_new_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    seed: int
+    logit_bias: Mapping[int, float]
+    logprobs: bool
+    top_logprobs: int
+    prompt_logprobs: int
+    regex: str
+    json_schema: str
+    grammar: str
+    choice: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """num_completion_tokens: of this sample. num_cached_tokens: prompt tokens that no node had to compute."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of one sample's answer as it streams. The last piece of a sample carries `finish`, and only it."""
+
+    request_id: str
+    index: int
+    usage: Usage
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish: FinishReason | None = None
+    matched_stop: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One whole sample. placement: where its prompt was prefilled and why, `remote;peer=...` or `local;reason=...`."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish: FinishReason
+    usage: Usage
+    matched_stop: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    placement: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """settings: as the node was started."""
+
+    version: str
+    uptime_s: float
+    settings: Mapping[str, str]

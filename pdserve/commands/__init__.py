@@ -1,0 +1,1 @@
+"""The commands of `pdserve`, a module each with `main(argv) -> exit status`."""

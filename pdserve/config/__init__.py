@@ -1,0 +1,143 @@
+"""A node's settings: `ServerArgs`, checked once before anything is built, all faults reported together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from pydantic import ValidationError
+
+from pdserve.config import environment, flags, rules, sources
+from pdserve.config.environment import cache_dir
+from pdserve.config.faults import ConfigError, Fault, shown
+from pdserve.config.fields import FIELDS, DecodeFallback, Role, Settings, flag_name
+from pdserve.config.rules import PrefillDelay
+
+__all__ = ["ConfigError", "DecodeFallback", "Fault", "PrefillDelay", "Role", "ServerArgs", "cache_dir"]
+
+MODULES = {Role.FUSED: "fused", Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
+
+
+class ServerArgs(Settings):
+    """The settings of one node. Fields stay assignable; `validate()` checks them all and may be called again.
+
+    Made in code it holds what it is given and the defaults; `from_command_line` reads every source.
+    """
+
+    @classmethod
+    def from_command_line(cls, argv: Sequence[str] | None = None, role: Role | None = None) -> ServerArgs:
+        """The checked settings of a launch. role: what the started program is, where it is only one thing.
+
+        Raises ConfigError with all faults; `--help` prints and exits.
+        """
+        parser = server_parser(f"python -m {MODULES[role]}" if role else "pdserve serve")
+        given, faults = parse_flags(argv, parser)
+        if role is not None and given.setdefault("role", role.value) != role.value:
+            wanted = given["role"]
+            given["role"] = role.value
+            faults.append(Fault("--role", wanted, f"{parser.prog} is a {role} node; leave the flag out"))
+        args, more = cls.from_layers(given)
+        if faults := [*faults, *more]:
+            raise ConfigError(faults)
+        return args
+
+    @classmethod
+    def from_layers(cls, given: dict[str, Any]) -> tuple[ServerArgs, list[Fault]]:
+        """The settings with `given` (text by field) over environment, file and defaults, and all their faults."""
+        settings, faults = sources.read_layers(given)
+        args = cls.model_construct(set(settings.model_fields_set), **dict(settings))
+        return args, faults + _unless_about(faults, rules.faults_of(args))
+
+    def validate(self) -> None:  # type: ignore[override]  # pydantic's `validate` is a deprecated class method
+        """Check every field and how they go together. Raises ConfigError with all faults at once."""
+        if faults := self.faults():
+            raise ConfigError(faults)
+
+    def faults(self) -> list[Fault]:
+        """Everything wrong with the settings as they are now."""
+        try:
+            Settings.model_validate(dict(self))
+        except ValidationError as error:
+            found = error.errors()
+        else:
+            return rules.faults_of(self)
+        faults = [Fault(flag_name(str(e["loc"][0])), repr(e["input"]), sources.worded(e["msg"])) for e in found]
+        sane = self.model_copy(update={str(e["loc"][0]): sources.default(str(e["loc"][0])) for e in found})
+        return faults + _unless_about(faults, rules.faults_of(sane))
+
+    @property
+    def prefill_delay(self) -> PrefillDelay | None:
+        """The prefill gate's intervals as the fields stand now; None only when both are unset.
+
+        Raises ValueError for half a pair, for anything but whole numbers, and unless 1 <= attempt <= any.
+        """
+        return rules.prefill_delay(self.prefill_attempt_interval, self.prefill_any_attempt_interval)
+
+    @property
+    def public_name(self) -> str:
+        """The name clients see for the model; of a directory given by its full path only the last part."""
+        return self.served_model_name or (PurePath(self.model).name if self.model.startswith("/") else self.model)
+
+    @property
+    def address(self) -> str:
+        """host:port to listen on, as gRPC writes it (IPv6 in brackets)."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def compute_threads(self) -> int:
+        """Threads for arithmetic: a person's OMP_NUM_THREADS, else --num-threads, else one a core."""
+        return environment.omp_num_threads() or self.num_threads or environment.num_cores()
+
+    def command_line(self) -> list[str]:
+        """The words that give these settings again where there is no PDSERVE_* variable and no config file."""
+        given = self.model_fields_set - {"model", "config"}
+        return [self.model, *(word for name in FIELDS if name in given for word in _words(name, getattr(self, name)))]
+
+
+def _unless_about(faults: Iterable[Fault], more: Iterable[Fault]) -> list[Fault]:
+    """One fault a subject: what a rule says of a value that can't be read is noise."""
+    subjects = {fault.subject for fault in faults}
+    return [fault for fault in more if fault.subject not in subjects]
+
+
+def _words(name: str, value: object) -> list[str]:
+    if value is None or value == ():
+        return []
+    if isinstance(value, bool):
+        return [flags.spelled(name) if value else flags.spelled(f"no_{name}")]
+    return [flags.spelled(name), shown(value)]
+
+
+def server_parser(prog: str, leave_out: Iterable[str] = (), purpose: str = "Serve a model.") -> flags.FlagParser:
+    """The flags of a node."""
+    parser = flags.FlagParser(
+        prog=prog,
+        usage=f"{prog} MODEL [flags]",
+        description=f"{purpose} Each flag may also be a PDSERVE_* variable or a line of the --config file.",
+        epilog=f"example:\n  {prog} smollm2 --port 50051",
+    )
+    parser.add_argument("positional_model", metavar="MODEL", nargs="?", help="smollm2, a model directory, or a hub id")
+    flags.add_flags(parser, FIELDS, set(leave_out))
+    return parser
+
+
+def parse_flags(argv: Sequence[str] | None, parser: flags.FlagParser) -> tuple[dict[str, Any], list[Fault]]:
+    """What the command line says, as text by field, and the words nobody knows."""
+    try:
+        namespace, unknown = parser.parse_known_args(argv)
+    except flags.FlagError as error:
+        raise ConfigError([Fault("the command line", None, str(error))]) from None
+    given = {name: value for name, value in vars(namespace).items() if value is not None}
+    model = given.pop("positional_model", None)
+    faults = [_unknown(word, parser.prog) for word in unknown]
+    if model is not None and given.setdefault("model", model) != model:
+        faults.append(Fault("--model", given["model"], f"MODEL is given as {model} too; give one of them"))
+    return given, faults
+
+
+def _unknown(word: str, prog: str) -> Fault:
+    flag = word.partition("=")[0]
+    if not flag.startswith("-"):
+        return Fault(word, None, f"is one word too many; see {prog} --help")
+    return Fault(flag, None, f"there is no such flag{sources.hint(flag, {flags.spelled(name) for name in FIELDS})}")

@@ -1,0 +1,132 @@
+"""Every setting of a node, once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_settings import NoDecode
+
+from pdserve.config.flags import Flag, spelled
+
+
+class Role(StrEnum):
+    """What a node does: both phases, prompts only, or the front door that generates."""
+
+    FUSED = "fused"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class DecodeFallback(StrEnum):
+    """What a decode node does with a prompt that no peer can prefill."""
+
+    FUSED = "fused"
+    FAIL = "fail"
+
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+# Enumerations may be given by value in code too; numbers stay strict.
+Lax = Field(strict=False)
+
+MODEL, ADDRESS, BATCH, MEMORY = "Model", "Address", "Batching", "KV memory"
+GATE, PEERS, RUNNING = "Prefill gate", "Prefill and decode on different nodes", "Running"
+
+
+class Settings(BaseModel):
+    """The settings of one node: names, types, ranges, defaults, and how each reads on the command line."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: Annotated[
+        str, Field(min_length=1), Flag(MODEL, "what to serve: smollm2, a model directory, or a hub id", "MODEL")
+    ]
+    served_model_name: Annotated[str | None, Flag(MODEL, "the name clients see (default: MODEL)", "NAME")] = None
+    role: Annotated[Role, Lax, Flag(MODEL, "what this node does")] = Role.FUSED
+    dtype: Annotated[Literal["float32"], Flag(MODEL, "type of weights, KV and arithmetic")] = "float32"
+    max_model_len: Annotated[Count | None, Flag(MODEL, "longest prompt + answer in tokens (default: the model's)")] = (
+        None
+    )
+
+    host: Annotated[str, Field(min_length=1), Flag(ADDRESS, "address to listen on", "HOST")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535), Flag(ADDRESS, "port of all gRPC services; 0 takes a free one")] = 50051
+    advertise_host: Annotated[
+        str | None, Flag(ADDRESS, "the host peers reach this node by (default: --host)", "HOST")
+    ] = None
+    insecure: Annotated[
+        bool, Flag(ADDRESS, "allow a --host that other machines can reach, without TLS or credentials")
+    ] = False
+    max_message_mib: Annotated[Count, Field(le=2047), Flag(ADDRESS, "largest gRPC message in MiB")] = 16
+    reflection: Annotated[bool, Flag(ADDRESS, "serve gRPC reflection")] = True
+
+    max_num_seqs: Annotated[Count, Flag(BATCH, "requests that run at once")] = 32
+    chunked_prefill_size: Annotated[Count, Flag(BATCH, "most tokens a round computes, prompts in chunks")] = 512
+    enable_mixed_batch: Annotated[
+        bool,
+        Flag(BATCH, "let a round carry decodes beside prefill chunks", only=(Role.FUSED, Role.DECODE)),
+    ] = False
+    max_queued_requests: Annotated[Count, Flag(BATCH, "requests that may wait before new ones are refused")] = 1024
+
+    block_size: Annotated[Count, Flag(MEMORY, "tokens a KV block holds")] = 64
+    num_kv_blocks: Annotated[Count | None, Flag(MEMORY, "KV blocks (default: by --kv-memory-fraction)")] = None
+    kv_memory_fraction: Annotated[
+        float, Field(gt=0, le=1), Flag(MEMORY, "share of the memory available at start that KV may take", "FRACTION")
+    ] = 0.5
+    prefix_caching: Annotated[bool, Flag(MEMORY, "reuse the KV of equal prompt beginnings")] = True
+
+    prefill_attempt_interval: Annotated[
+        int | None, Flag(GATE, "rounds between openings where every rank may prefill", only=(Role.FUSED,))
+    ] = None
+    prefill_any_attempt_interval: Annotated[
+        int | None, Flag(GATE, "rounds between openings where any rank may prefill", only=(Role.FUSED,))
+    ] = None
+
+    prefill_peers: Annotated[
+        tuple[str, ...],
+        Lax,
+        NoDecode,
+        Flag(PEERS, "prefill nodes, comma separated or repeated", "HOST:PORT", only=(Role.DECODE,)),
+    ] = ()
+    decode_fallback: Annotated[
+        DecodeFallback,
+        Lax,
+        Flag(PEERS, "prompts no peer can prefill: compute them here, or fail them", only=(Role.DECODE,)),
+    ] = DecodeFallback.FUSED
+    remote_prefill_min_tokens: Annotated[
+        int, Field(ge=0), Flag(PEERS, "prefill prompts with fewer uncached tokens here", only=(Role.DECODE,))
+    ] = 0
+    max_outstanding_prefills: Annotated[
+        Count | None, Flag(PEERS, "prompts that may wait on peers (default: 2 × the peers' slots)", only=(Role.DECODE,))
+    ] = None
+    transfer_timeout_s: Annotated[
+        Seconds, Flag(PEERS, "a prefill without progress for this long has failed", "S", only=(Role.DECODE,))
+    ] = 60.0
+    quarantine_s: Annotated[
+        Seconds,
+        Flag(PEERS, "how long a stuck transfer keeps its blocks before its peer is cut off", "S", only=(Role.DECODE,)),
+    ] = 120.0
+    kv_lease_s: Annotated[
+        Seconds, Flag(PEERS, "how long finished KV waits for a decode node that went silent", "S", only=(Role.PREFILL,))
+    ] = 30.0
+
+    num_threads: Annotated[
+        Count | None, Flag(RUNNING, "compute threads (default: one a core; OMP_NUM_THREADS wins where set)")
+    ] = None
+    startup_timeout_s: Annotated[Seconds, Flag(RUNNING, "give up when not ready after this long", "S")] = 600.0
+    drain_timeout_s: Annotated[Seconds, Flag(RUNNING, "how long SIGTERM lets requests finish", "S")] = 30.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Flag(RUNNING, "least severe line that is logged")
+    ] = "info"
+    log_format: Annotated[Literal["text", "json"], Flag(RUNNING, "how log lines are written")] = "text"
+    stats_interval_s: Annotated[Seconds, Flag(RUNNING, "seconds between lines of statistics while busy", "S")] = 10.0
+    config: Annotated[str | None, Flag(RUNNING, "YAML or TOML file with settings named as the flags", "FILE")] = None
+
+
+FIELDS = Settings.model_fields
+
+
+def flag_name(name: str) -> str:
+    """What a person calls the field: its flag, or MODEL."""
+    return "MODEL" if name == "model" else spelled(name)

@@ -1,0 +1,276 @@
+"""The front's view of one rank: requests go in, each request's messages come out of its own inbox."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from pdserve.engine.channel import FrontChannel
+from pdserve.engine.launch import RankProcess, RankSpec
+from pdserve.engine.messages import (
+    Abort,
+    AskLoad,
+    FromRank,
+    FromTransport,
+    GiveUpTransfer,
+    Loading,
+    LoadReport,
+    Output,
+    Outputs,
+    Ready,
+    Reserved,
+    StartFailed,
+    Stop,
+    Submit,
+    ToRank,
+    ToTransport,
+)
+from pdserve.errors import InternalError, NotReady, QueueFull, RequestIdInUse, StartupError, named
+from pdserve.request import (
+    FUSED,
+    RankLoad,
+    RequestId,
+    Route,
+    TokenDelta,
+    TokenRequest,
+    TransferId,
+)
+
+log = logging.getLogger(__name__)
+
+OnLoading = Callable[[Loading], None]
+
+
+class Inbox:
+    """What arrives for one request, in order; the end of it is a message like the others.
+
+    Bounded by the request itself: a rank sends at most one message a token.
+    """
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[object] = asyncio.Queue()
+
+    def put(self, message: object) -> None:
+        self._queue.put_nowait(message)
+
+    async def get(self) -> object:
+        return await self._queue.get()
+
+
+class Rank:
+    """One rank process and the requests it works on. Owned by the front's event loop.
+
+    on_transport: called with each message of the rank's transport thread.
+    """
+
+    def __init__(
+        self,
+        channel: FrontChannel[FromRank, ToRank],
+        *,
+        max_live: int,
+        transport: FrontChannel[FromTransport, ToTransport] | None = None,
+    ) -> None:
+        self._channel = channel
+        self._transport = transport
+        self.on_transport: Callable[[FromTransport], None] = lambda _: None
+        self._max_live = max_live
+        self._inboxes: dict[RequestId, Inbox] = {}
+        self._loads: dict[int, asyncio.Future[LoadReport]] = {}
+        self._num_asked = 0
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._on_loading: OnLoading = lambda _: None
+        self._process: RankProcess | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.lost = asyncio.Event()
+        self.lost_reason = ""
+
+    # ------------------------------------------------------------ life
+
+    async def start(self, spec: RankSpec, *, timeout_s: float, on_loading: OnLoading) -> Ready:
+        """Start the process and wait until it has run a real forward. Raises StartupError."""
+        self._process = await RankProcess.start(spec)
+        self._spawn(self._watch_process(self._process))
+        return await self.attach(timeout_s=timeout_s, on_loading=on_loading)
+
+    async def attach(self, *, timeout_s: float, on_loading: OnLoading = lambda _: None) -> Ready:
+        """Serve a rank that somebody else started, once it is ready."""
+        self._on_loading = on_loading
+        self._spawn(self._receive_from_rank())
+        if self._transport is not None:
+            self._spawn(self._receive_from_transport(self._transport))
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
+        except TimeoutError:
+            raise StartupError(
+                f"the rank was not ready after {timeout_s:.0f} s: look at its log above, or raise --startup-timeout-s"
+            ) from None
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(coroutine))
+
+    async def stop(self) -> None:
+        """End the rank; live requests fail."""
+        with suppress(Exception):
+            await asyncio.wait_for(self._channel.send(Stop()), 1.0)
+        self._on_lost("the node is stopping")
+        if self._process is not None:
+            await self._process.end()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._channel.close()
+        if self._transport is not None:
+            self._transport.close()
+
+    async def _watch_process(self, process: RankProcess) -> None:
+        status = await process.wait()
+        self._on_lost(f"the rank process ended with status {status}")
+
+    def _on_lost(self, reason: str) -> None:
+        if self.lost.is_set():
+            return
+        self.lost_reason = reason
+        self.lost.set()
+        if not self._ready.done():
+            self._ready.set_exception(StartupError(f"{reason} before it was ready: look at its log above"))
+        for inbox in self._inboxes.values():
+            inbox.put(NotReady(reason))
+        for future in self._loads.values():
+            if not future.done():
+                future.set_exception(NotReady(reason))
+
+    # ------------------------------------------------------------ messages in
+
+    async def _receive_from_rank(self) -> None:
+        while True:
+            self._on_message(await self._channel.receive())
+
+    def _on_message(self, message: FromRank) -> None:
+        match message:
+            case Outputs():
+                for output in message.outputs:
+                    self.deliver(output.request_id, output)
+            case Reserved():
+                self.deliver(message.request_id, message)
+            case LoadReport():
+                future = self._loads.pop(message.number, None)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case Ready():
+                self._ready.set_result(message)
+            case StartFailed():
+                self._ready.set_exception(StartupError(message.message))
+            case Loading():
+                self._on_loading(message)
+
+    async def _receive_from_transport(self, transport: FrontChannel[FromTransport, ToTransport]) -> None:
+        while True:
+            self.on_transport(await transport.receive())
+
+    def deliver(self, request_id: RequestId, message: object) -> None:
+        """Put a message into a live request's inbox; one that ended meanwhile gets none."""
+        inbox = self._inboxes.get(request_id)
+        if inbox is not None:
+            inbox.put(message)
+
+    # ------------------------------------------------------------ requests
+
+    @property
+    def num_live(self) -> int:
+        return len(self._inboxes)
+
+    async def open(self, request: TokenRequest, route: Route, peer_cached_tokens: int = 0) -> Inbox:
+        """Hand a request to the rank. Raises NotReady, QueueFull, RequestIdInUse. Pair with `close`."""
+        if self.lost.is_set():
+            raise NotReady(f"{self.lost_reason}: retry on another node")
+        if request.request_id in self._inboxes:
+            raise RequestIdInUse(f"request_id {request.request_id!r} is in use")
+        if len(self._inboxes) >= self._max_live:
+            raise QueueFull(f"{len(self._inboxes)} requests are running or queued, the limit is {self._max_live}")
+        inbox = self._inboxes[request.request_id] = Inbox()
+        await self._channel.send(Submit(request, route, peer_cached_tokens))
+        return inbox
+
+    async def close(self, request_id: RequestId, *, is_over: bool) -> None:
+        """Forget a request; unless it is over, the rank is told to end it."""
+        self._inboxes.pop(request_id, None)
+        if not is_over and not self.lost.is_set():
+            await self._channel.send(Abort(request_id))
+
+    async def abort(self, request_id: RequestId) -> bool:
+        """End a live request for everybody: its inbox gets an output that says so. False if there is none."""
+        if request_id not in self._inboxes:
+            return False
+        await self._channel.send(Abort(request_id))
+        return True
+
+    async def give_up_transfer(self, transfer_id: TransferId, forced_output: tuple[int, ...]) -> None:
+        await self._channel.send(GiveUpTransfer(transfer_id, forced_output))
+
+    async def tell_transport(self, message: ToTransport) -> None:
+        assert self._transport is not None, "this rank has no transport"
+        await self._transport.send(message)
+
+    async def load(self, *, check_integrity: bool = False, timeout_s: float = 10.0) -> RankLoad:
+        """What the rank has on its hands. Raises NotReady without an answer, InternalError on broken integrity."""
+        if self.lost.is_set():
+            raise NotReady(self.lost_reason)
+        self._num_asked += 1
+        future: asyncio.Future[LoadReport] = asyncio.get_running_loop().create_future()
+        self._loads[self._num_asked] = future
+        await self._channel.send(AskLoad(self._num_asked, check_integrity))
+        try:
+            report = await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise NotReady(f"the rank did not report its load within {timeout_s:.0f} s") from None
+        if report.integrity:
+            raise InternalError(report.integrity)
+        return report.load
+
+
+def delta_of(output: Output, placement: str) -> TokenDelta:
+    """An output as its reader gets it. Raises the error the output carries."""
+    if output.error_name:
+        raise named(output.error_name, output.error_message)
+    return TokenDelta(
+        token_ids=output.token_ids,
+        logprobs=output.logprobs,
+        finish=output.finish,
+        matched_stop_token=output.matched_stop_token,
+        num_cached_tokens=output.num_cached_tokens,
+        prompt_logprobs=output.prompt_logprobs,
+        placement=placement,
+    )
+
+
+class LocalTokens:
+    """A token source that prefills and decodes on one rank."""
+
+    def __init__(self, rank: Rank, placement: str = "local;reason=fused") -> None:
+        self._rank = rank
+        self._placement = placement
+
+    async def stream(self, request: TokenRequest) -> AsyncIterator[TokenDelta]:
+        """Tokens as the rank draws them; closing the iterator aborts the request."""
+        inbox = await self._rank.open(request, FUSED)
+        is_over = False
+        try:
+            while not is_over:
+                message = await inbox.get()
+                if isinstance(message, Exception):
+                    is_over = True
+                    raise message
+                assert isinstance(message, Output)
+                is_over = message.finish is not None or bool(message.error_name)
+                yield delta_of(message, self._placement)
+        finally:
+            await self._rank.close(request.request_id, is_over=is_over)
+
+    async def abort(self, request_id: RequestId) -> bool:
+        return await self._rank.abort(request_id)
+
+    async def loads(self) -> list[RankLoad]:
+        return [await self._rank.load()]

@@ -1,0 +1,88 @@
+"""Rank processes: what one is told at birth, and how it is started, watched and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import msgspec
+
+from pdserve.config.environment import without_settings
+from pdserve.errors import StartupError
+
+
+class TransportSpec(msgspec.Struct, frozen=True):
+    """name: unique among all agents that ever meet, as a restarted one must not be taken for its predecessor."""
+
+    name: str
+    endpoint: str
+    lease_s: float
+    quarantine_s: float
+
+
+class RankSpec(msgspec.Struct, frozen=True):
+    """Everything a rank process needs to know. source: what its log lines call it."""
+
+    model_directory: str
+    cache_directory: str
+    endpoint: str
+    source: str
+    num_threads: int
+    block_size: int
+    num_kv_blocks: int | None
+    kv_memory_fraction: float
+    max_num_seqs: int
+    chunked_prefill_size: int
+    max_model_len: int | None
+    enable_mixed_batch: bool
+    prefix_caching: bool
+    max_outstanding_transfers: int | None
+    log_level: str
+    log_format: str
+    transport: TransportSpec | None = None
+
+
+class RankProcess:
+    """A child that runs `pdserve.engine.rank_process`. It ends when its parent does, however the parent ended."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, spec: RankSpec) -> RankProcess:
+        environment = {**without_settings(), "OMP_NUM_THREADS": str(spec.num_threads)}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "pdserve.engine.rank_process",
+            stdin=asyncio.subprocess.PIPE,
+            env=environment,
+        )
+        assert process.stdin is not None
+        process.stdin.write(msgspec.msgpack.encode(spec))
+        process.stdin.close()
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """Its exit status, negative for a signal."""
+        return await self._process.wait()
+
+    async def end(self, timeout_s: float = 5.0) -> None:
+        """Wait for it to leave, then kill it."""
+        try:
+            await asyncio.wait_for(self._process.wait(), timeout_s)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+
+def read_spec(raw: bytes) -> RankSpec:
+    """The spec a parent wrote to standard input. Raises StartupError for anything else."""
+    try:
+        return msgspec.msgpack.decode(raw, type=RankSpec)
+    except msgspec.DecodeError as error:
+        raise StartupError(f"a rank is started by its node, not by hand ({error}): use `pdserve serve`") from None

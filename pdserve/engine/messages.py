@@ -1,0 +1,323 @@
+"""Everything that crosses between a front and a rank process, and between a rank's two threads.
+
+Typed msgpack by msgspec, never pickle. Four queues, named for their ends:
+
+    front ──ToRank──▶ loop          front ──ToTransport──▶ transport thread
+    front ◀─FromRank─ loop          front ◀─FromTransport─ transport thread
+    loop ──LoopCommand──▶ transport thread ──scheduler events──▶ loop       (in one process: not encoded)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from pdserve.kv.layout import Fingerprint
+from pdserve.request import (
+    BlockId,
+    FinishReason,
+    LeaseId,
+    RankLoad,
+    RequestId,
+    Route,
+    TokenLogprobs,
+    TokenRequest,
+    TransferId,
+)
+from pdserve.transfer.base import PeerId
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all that is encoded."""
+
+
+# ---------------------------------------------------------------- front → loop
+
+
+class Submit(Message, frozen=True):
+    """Compute this. For a remote decode the request's id is the id of the lease its blocks are announced under."""
+
+    request: TokenRequest
+    route: Route
+    peer_cached_tokens: int = 0
+
+
+class Abort(Message, frozen=True):
+    request_id: RequestId
+
+
+class GiveUpTransfer(Message, frozen=True):
+    """The KV will not come: prefill locally. forced_output: what the client was sent already."""
+
+    transfer_id: TransferId
+    forced_output: tuple[int, ...]
+
+
+class AskLoad(Message, frozen=True):
+    """Answered by LoadReport with the same number; check_integrity walks every table first."""
+
+    number: int
+    check_integrity: bool = False
+
+
+class Stop(Message, frozen=True):
+    """Leave the loop; nothing is owed to anybody any more."""
+
+
+ToRank = Submit | Abort | GiveUpTransfer | AskLoad | Stop
+
+# ---------------------------------------------------------------- loop → front
+
+
+class Loading(Message, frozen=True):
+    """Start-up goes on: done of total, in the stage's own units (total 0 = unknown)."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class StartFailed(Message, frozen=True):
+    """The rank cannot start; message is one line that ends with the remedy."""
+
+    message: str
+
+
+class Ready(Message, frozen=True):
+    """A real forward has been run. transport_metadata: what peers need to read from this rank, if it has a transport.
+
+    fingerprint: the fields of kv.layout.Fingerprint, of this rank's blocks.
+    """
+
+    num_blocks: int
+    block_bytes: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: Fingerprint
+    transport_metadata: bytes
+
+
+class Output(Message, frozen=True):
+    """What one round added to one answer. error_*: it ended without an answer. num_chunks: announced so far."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    matched_stop_token: int | None = None
+    num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    num_chunks: int = 0
+    error_name: str = ""
+    error_message: str = ""
+
+
+class Outputs(Message, frozen=True):
+    """All outputs of one round."""
+
+    outputs: list[Output]
+
+
+class Reserved(Message, frozen=True):
+    """Blocks are taken for a prompt that a peer is to prefill: the transfer may begin."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    num_cached_tokens: int
+
+
+class LoadReport(Message, frozen=True):
+    """integrity: empty, or what check_integrity found."""
+
+    number: int
+    load: RankLoad
+    integrity: str = ""
+
+
+FromRank = Loading | StartFailed | Ready | Outputs | Reserved | LoadReport
+
+# ---------------------------------------------------------------- front → transport thread
+
+
+class ConnectPeer(Message, frozen=True):
+    """Learn a peer's memory; answered by PeerConnected or PeerUnusable."""
+
+    peer: PeerId
+    metadata: bytes
+
+
+class DropPeer(Message, frozen=True):
+    """That life of the peer is over."""
+
+    peer: PeerId
+
+
+class ExpectPeer(Message, frozen=True):
+    """A peer is about to connect to this rank, which has to answer quickly then."""
+
+
+class PullChunk(Message, frozen=True):
+    """The peer announced prompt tokens [first_token, end_token) in `blocks`."""
+
+    transfer_id: TransferId
+    peer: PeerId
+    seq: int
+    first_token: int
+    end_token: int
+    blocks: tuple[BlockId, ...]
+
+
+class ConfirmPull(Message, frozen=True):
+    """The peer answered the release. first_token: the token it drew after the prompt."""
+
+    transfer_id: TransferId
+    valid: bool
+    first_token: int
+
+
+class RenewLease(Message, frozen=True):
+    lease_id: LeaseId
+
+
+class ReleaseLease(Message, frozen=True):
+    """The reader is done; answered by LeaseAnswer."""
+
+    lease_id: LeaseId
+
+
+class RevokeLease(Message, frozen=True):
+    """The reader is gone, or the request is."""
+
+    lease_id: LeaseId
+    reason: str
+
+
+ToTransport = ConnectPeer | DropPeer | ExpectPeer | PullChunk | ConfirmPull | RenewLease | ReleaseLease | RevokeLease
+
+# ---------------------------------------------------------------- transport thread → front
+
+
+class PeerConnected(Message, frozen=True):
+    peer: PeerId
+
+
+class PeerUnusable(Message, frozen=True):
+    """It could not be connected, or it was lost."""
+
+    peer: PeerId
+    reason: str
+
+
+class PullFinished(Message, frozen=True):
+    """Every announced byte up to the prompt's end is here: the release may be sent."""
+
+    transfer_id: TransferId
+    num_bytes: int
+    num_reads: int
+    num_descriptors: int
+    elapsed_s: float
+
+
+class PullBroken(Message, frozen=True):
+    """The transfer cannot be committed any more."""
+
+    transfer_id: TransferId
+    reason: str
+
+
+class PullCommitted(Message, frozen=True):
+    """Confirmed in time: the loop decodes from it."""
+
+    transfer_id: TransferId
+
+
+class LeaseOpened(Message, frozen=True):
+    """Blocks for the whole prompt are reserved under this lease."""
+
+    lease_id: LeaseId
+
+
+class ChunkAnnounced(Message, frozen=True):
+    """These blocks are in the lease table: the peer may be told."""
+
+    lease_id: LeaseId
+    seq: int
+    first_token: int
+    end_token: int
+    blocks: tuple[BlockId, ...]
+
+
+class LeaseAnswer(Message, frozen=True):
+    """valid: the blocks were pinned from announcement to now."""
+
+    lease_id: LeaseId
+    valid: bool
+
+
+class LeaseGone(Message, frozen=True):
+    """The lease was revoked here."""
+
+    lease_id: LeaseId
+    reason: str
+
+
+FromTransport = (
+    PeerConnected
+    | PeerUnusable
+    | PullFinished
+    | PullBroken
+    | PullCommitted
+    | LeaseOpened
+    | ChunkAnnounced
+    | LeaseAnswer
+    | LeaseGone
+)
+
+# ---------------------------------------------------------------- loop → transport thread
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLease:
+    """Blocks for the whole prompt are reserved; the lease bears the id of its request."""
+
+    lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceChunk:
+    """KV of prompt tokens [first_token, end_token) is written. generations: of the blocks, at this moment."""
+
+    lease_id: LeaseId
+    first_token: int
+    end_token: int
+    blocks: tuple[BlockId, ...]
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropLease:
+    """The request was aborted here: revoke, then say so."""
+
+    lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPull:
+    """destinations: where prompt tokens from num_cached_tokens on go."""
+
+    transfer_id: TransferId
+    num_cached_tokens: int
+    num_prompt_tokens: int
+    destinations: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonPull:
+    """Nobody waits for it: post nothing more, say KvQuiet when nothing can write its blocks."""
+
+    transfer_id: TransferId
+
+
+LoopCommand = OpenLease | AnnounceChunk | DropLease | OpenPull | AbandonPull

@@ -1,0 +1,277 @@
+"""The loop of one rank: receive, plan, execute, advance, send. One thread owns the scheduler and the runner.
+
+receive ─▶ plan ─▶ execute (one forward, sample) ─▶ advance(StepDone) ─▶ advance(transport events) ─▶ send
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+import zmq
+
+from pdserve.engine.channel import RankChannel
+from pdserve.engine.messages import (
+    AbandonPull,
+    Abort,
+    AnnounceChunk,
+    AskLoad,
+    DropLease,
+    FromRank,
+    GiveUpTransfer,
+    LoadReport,
+    LoopCommand,
+    OpenLease,
+    OpenPull,
+    Output,
+    Outputs,
+    Reserved,
+    Stop,
+    Submit,
+    ToRank,
+)
+from pdserve.errors import PdserveError
+from pdserve.model.runner import ModelRunner, RoundResult
+from pdserve.request import FinishReason, LeaseId, RankLoad, RequestId, Side, TokenLogprobs
+from pdserve.scheduler.plan import (
+    ChunkComputed,
+    Event,
+    LeaseUnwanted,
+    Outcome,
+    PlanOptions,
+    RequestAborted,
+    RequestFailed,
+    RoundPlan,
+    StepDone,
+    Submission,
+    TokenDrawn,
+    TransferFailed,
+    TransferUnwanted,
+)
+from pdserve.scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class TransportLink(Protocol):
+    """The loop's side of the transport thread: two queues, and a file descriptor that wakes the loop."""
+
+    def submit(self, command: LoopCommand) -> None:
+        """Hand a command to the thread; never blocks."""
+
+    def events(self) -> list[Event]:
+        """What the thread has for the scheduler since the last call."""
+
+    def fileno(self) -> int:
+        """Readable while events wait."""
+
+    def counters(self) -> dict[str, int]:
+        """What the thread counts: bytes, transfers, leases, by name."""
+
+
+@dataclass(slots=True)
+class Live:
+    """What the loop remembers of a request beside the scheduler."""
+
+    submit: Submit
+    num_cached_tokens: int = 0
+    num_chunks: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class RankLoop:
+    """`run` returns after Stop. Built and run in one thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        front: RankChannel[ToRank, FromRank],
+        eos_token_ids: Iterable[int],
+        transport: TransportLink | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._front = front
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._transport = transport
+        self._live: dict[RequestId, Live] = {}
+        self._outputs: list[Output] = []
+        self._is_stopping = False
+        self._poller = zmq.Poller()
+        self._poller.register(front.socket, zmq.POLLIN)
+        if transport is not None:
+            self._poller.register(transport.fileno(), zmq.POLLIN)
+
+    def run(self) -> None:
+        """Rounds until Stop. A round that could run nothing waits for a message or an event: only they change that."""
+        could_run = True
+        while not self._is_stopping:
+            self._receive(wait=not could_run)
+            could_run = self.run_round()
+
+    def run_round(self) -> bool:
+        """One round; False if there was nothing to run."""
+        plan = self._scheduler.plan(PlanOptions())
+        self._announce_plan(plan)
+        if plan.batch_size:
+            result = self._runner.execute(plan)
+            self._collect_prompt_logprobs(result)
+            self._carry_out(self._scheduler.advance([StepDone(plan.round_id, result.tokens)]), result)
+        if self._transport is not None:
+            self._carry_out(self._scheduler.advance(self._transport.events()))
+        self._flush()
+        return plan.batch_size > 0
+
+    # ------------------------------------------------------------ in
+
+    def _receive(self, *, wait: bool) -> None:
+        if wait:
+            self._poller.poll()
+        for message in self._front.receive_all():
+            match message:
+                case Submit():
+                    self._on_submit(message)
+                case Abort():
+                    self._carry_out(self._scheduler.abort(message.request_id))
+                case GiveUpTransfer():
+                    failed = TransferFailed(message.transfer_id, message.forced_output)
+                    self._carry_out(self._scheduler.advance([failed]))
+                case AskLoad():
+                    self._on_ask_load(message)
+                case Stop():
+                    self._is_stopping = True
+        if wait and self._transport is not None:
+            self._carry_out(self._scheduler.advance(self._transport.events()))
+        self._flush()
+
+    def _on_submit(self, message: Submit) -> None:
+        sampling = message.request.sampling
+        stop_ids = frozenset(sampling.stop_token_ids)
+        submission = Submission(
+            request_id=message.request.request_id,
+            prompt=message.request.prompt,
+            max_new_tokens=sampling.max_new_tokens,
+            route=message.route,
+            min_new_tokens=sampling.min_new_tokens,
+            stop_token_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_token_ids,
+            peer_cached_tokens=message.peer_cached_tokens,
+            reads_prefix_cache=sampling.prompt_logprobs is None,
+            priority=message.request.priority,
+        )
+        try:
+            self._scheduler.submit(submission)
+        except PdserveError as error:
+            self._outputs.append(_failure(submission.request_id, error))
+        else:
+            self._live[submission.request_id] = Live(message)
+
+    def _on_ask_load(self, message: AskLoad) -> None:
+        integrity = ""
+        if message.check_integrity:
+            try:
+                self._scheduler.check_integrity()
+            except AssertionError as error:
+                integrity = str(error) or "integrity check failed"
+        self._front.send(LoadReport(message.number, self.load(), integrity))
+
+    def load(self) -> RankLoad:
+        scheduler = self._scheduler
+        transport = self._transport.counters() if self._transport else {}
+        return RankLoad(
+            rank=0,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_waiting_uncached_tokens=scheduler.num_waiting_tokens,
+            num_blocks=scheduler.config.num_blocks,
+            num_held_blocks=scheduler.num_held_blocks,
+            num_cached_blocks=scheduler.num_cached_blocks,
+            num_quarantined_blocks=scheduler.num_draining_blocks,
+            num_live_leases=transport.pop("live_leases", 0),
+            num_open_transfers=scheduler.num_transfers,
+            counters={**asdict(scheduler.counters), **transport},
+        )
+
+    # ------------------------------------------------------------ a plan goes out
+
+    def _announce_plan(self, plan: RoundPlan) -> None:
+        for start in plan.starts:
+            live = self._live[start.request_id]
+            live.num_cached_tokens = start.num_cached_tokens
+            self._runner.start(start, live.submit.request)
+            if live.submit.route.decode is Side.REMOTE:
+                self._link.submit(OpenLease(LeaseId(start.request_id)))
+        for reserved in plan.reservations:
+            self._link.submit(
+                OpenPull(reserved.transfer_id, reserved.num_cached_tokens, reserved.num_prompt_tokens, reserved.blocks)
+            )
+            self._front.send(Reserved(reserved.request_id, reserved.transfer_id, reserved.num_cached_tokens))
+        self._carry_out(plan.failed)
+
+    @property
+    def _link(self) -> TransportLink:
+        assert self._transport is not None, "a request with a remote side on a rank without a transport"
+        return self._transport
+
+    # ------------------------------------------------------------ what came of it
+
+    def _collect_prompt_logprobs(self, result: RoundResult) -> None:
+        for request_id, entries in result.prompt_logprobs.items():
+            self._live[request_id].prompt_logprobs += entries
+
+    def _carry_out(self, outcomes: Iterable[Outcome | RequestFailed], result: RoundResult | None = None) -> None:
+        for outcome in outcomes:
+            match outcome:
+                case TokenDrawn():
+                    self._on_token(outcome, result)
+                case ChunkComputed():
+                    self._on_chunk(outcome)
+                case RequestAborted():
+                    self._outputs.append(Output(outcome.request_id, finish=FinishReason.ABORT))
+                    self._live.pop(outcome.request_id, None)
+                case RequestFailed():
+                    self._outputs.append(_failure(outcome.request_id, outcome.error))
+                    self._live.pop(outcome.request_id, None)
+                case LeaseUnwanted():
+                    self._link.submit(DropLease(LeaseId(outcome.request_id)))
+                case TransferUnwanted():
+                    self._link.submit(AbandonPull(outcome.transfer_id))
+
+    def _on_token(self, drawn: TokenDrawn, result: RoundResult | None) -> None:
+        assert result is not None, "a token without a round"
+        live = self._live[drawn.request_id]
+        logprobs = result.logprobs.get(drawn.sample)
+        self._outputs.append(
+            Output(
+                drawn.request_id,
+                (drawn.token,),
+                (logprobs,) if logprobs is not None else (),
+                drawn.finish,
+                drawn.matched_stop_token,
+                live.num_cached_tokens,
+                tuple(live.prompt_logprobs) if live.submit.request.sampling.prompt_logprobs is not None else None,
+                live.num_chunks,
+            )
+        )
+        live.prompt_logprobs = []
+        if drawn.finish is not None or live.submit.route.decode is Side.REMOTE:
+            del self._live[drawn.request_id]
+
+    def _on_chunk(self, chunk: ChunkComputed) -> None:
+        self._live[chunk.request_id].num_chunks += 1
+        self._link.submit(
+            AnnounceChunk(
+                LeaseId(chunk.request_id), chunk.first_token, chunk.end_token, chunk.blocks, chunk.generations
+            )
+        )
+
+    def _flush(self) -> None:
+        if self._outputs:
+            self._front.send(Outputs(self._outputs))
+            self._outputs = []
+
+
+def _failure(request_id: RequestId, error: PdserveError) -> Output:
+    return Output(request_id, error_name=type(error).__name__, error_message=error.message)

@@ -1,0 +1,189 @@
+"""A rank process: `python -m pdserve.engine.rank_process`, told what to be on standard input."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.engine.channel import RankChannel
+from pdserve.engine.launch import RankSpec, TransportSpec, read_spec
+from pdserve.engine.memory import available_bytes, choose_num_blocks
+from pdserve.engine.messages import FromRank, FromTransport, Loading, Ready, StartFailed, ToRank, ToTransport
+from pdserve.engine.rank import RankLoop
+from pdserve.engine.transport_thread import TransportThread
+from pdserve.errors import StartupError
+from pdserve.kv.layout import LAYOUT_VERSION, Fingerprint, KVLayout
+from pdserve.kv.storage import KVStorage
+from pdserve.model.model_config import ModelConfig, read_config
+from pdserve.model.runner import ModelRunner
+from pdserve.model.torch_runner import load
+from pdserve.model.weights import checkpoint_files, revision
+from pdserve.request import RequestId, SamplingParams, TokenRequest
+from pdserve.scheduler.config import SchedulerConfig
+from pdserve.scheduler.plan import StepDone, Submission
+from pdserve.scheduler.scheduler import Scheduler
+from pdserve.telemetry import configure_logging
+from pdserve.transfer.nixl import NixlTransport
+
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_WARM_UP_TOKENS = 2
+
+
+def main() -> int:
+    """Exit status 0 after Stop, 2 when it could not start."""
+    _end_with_parent()
+    spec = read_spec(sys.stdin.buffer.read())
+    configure_logging(spec.log_level, spec.log_format, spec.source)
+    front: RankChannel[ToRank, FromRank] = RankChannel(spec.endpoint, ToRank)
+    try:
+        return _run(spec, front)
+    finally:
+        front.close()
+
+
+def _run(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> int:
+    try:
+        rank = build(spec, front)
+    except StartupError as error:
+        front.send(StartFailed(error.message))
+        return 2
+    except MemoryError:
+        front.send(StartFailed("out of memory while loading: lower --num-kv-blocks or --kv-memory-fraction"))
+        return 2
+    front.send(rank.ready)
+    rank.loop.run()
+    if rank.transport is not None:
+        rank.transport.close()
+    return 0
+
+
+def _end_with_parent() -> None:
+    """A node that was killed leaves no rank behind. Signals meant for the node reach us too and are its to handle."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRank:
+    loop: RankLoop
+    transport: TransportThread | None
+    ready: Ready
+
+
+def build(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> BuiltRank:
+    """Everything between a spec and a warm rank. Raises StartupError."""
+    directory = Path(spec.model_directory)
+    config = read_config(directory)
+    layout = config.kv_layout(spec.block_size)
+    weights_bytes = sum(path.stat().st_size for path in checkpoint_files(directory))
+    scheduler_config = _scheduler_config(spec, config, layout, available_bytes() - weights_bytes)
+    storage = KVStorage(layout, scheduler_config.num_blocks)
+    runner = load(
+        directory,
+        config,
+        storage,
+        max_slots=spec.max_num_seqs,
+        max_model_len=scheduler_config.max_model_len,
+        cache_dir=Path(spec.cache_directory),
+        num_threads=spec.num_threads,
+        progress=lambda step, done, total: front.send(Loading(step, done, total)),
+    )
+    warm_up(scheduler_config, runner, lambda done: front.send(Loading("warming up", done, _WARM_UP_TOKENS)))
+    scheduler = Scheduler(scheduler_config)
+    transport = _transport(spec.transport, storage, scheduler) if spec.transport else None
+    metadata = transport.start() if transport else b""
+    ready = Ready(
+        num_blocks=scheduler_config.num_blocks,
+        block_bytes=layout.block_bytes,
+        max_model_len=scheduler_config.max_model_len,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        fingerprint=_fingerprint(directory, config, layout),
+        transport_metadata=metadata,
+    )
+    return BuiltRank(RankLoop(scheduler, runner, front, config.eos_token_ids, transport), transport, ready)
+
+
+def _scheduler_config(spec: RankSpec, config: ModelConfig, layout: KVLayout, available: int) -> SchedulerConfig:
+    longest = config.max_position_embeddings
+    wanted = spec.max_model_len or longest
+    if wanted > longest:
+        raise StartupError(f"--max-model-len {wanted} is beyond the model's {longest} positions: lower it")
+    num_blocks = choose_num_blocks(
+        layout,
+        wanted=spec.num_kv_blocks,
+        fraction=spec.kv_memory_fraction,
+        max_model_len=wanted,
+        max_num_seqs=spec.max_num_seqs,
+        available=available,
+    )
+    return SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=spec.block_size,
+        max_batch_size=spec.max_num_seqs,
+        max_scheduled_tokens=spec.chunked_prefill_size,
+        max_model_len=min(wanted, num_blocks * spec.block_size),
+        enable_mixed_batch=spec.enable_mixed_batch,
+        prefix_caching=spec.prefix_caching,
+        max_outstanding_transfers=spec.max_outstanding_transfers,
+    )
+
+
+def warm_up(config: SchedulerConfig, runner: ModelRunner, on_token: Callable[[int], None]) -> None:
+    """A real prefill and a real decode, planned by a scheduler that is thrown away after."""
+    scheduler = Scheduler(config)
+    request = TokenRequest(RequestId("warm-up"), (0,), SamplingParams(max_new_tokens=_WARM_UP_TOKENS, temperature=0.0))
+    scheduler.submit(Submission(request.request_id, request.prompt, min(_WARM_UP_TOKENS, config.max_model_len - 1)))
+    num_tokens = 0
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        for start in plan.starts:
+            runner.start(start, request)
+        scheduler.advance([StepDone(plan.round_id, runner.execute(plan).tokens)])
+        num_tokens += 1
+        on_token(num_tokens)
+
+
+def _fingerprint(directory: Path, config: ModelConfig, layout: KVLayout) -> Fingerprint:
+    return Fingerprint(
+        layout_version=LAYOUT_VERSION,
+        architecture=config.architecture,
+        model_revision=revision(directory),
+        dtype=layout.dtype,
+        block_size=layout.block_size,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        vocab_size=config.vocab_size,
+    )
+
+
+def _transport(spec: TransportSpec, storage: KVStorage, scheduler: Scheduler) -> TransportThread:
+    def open_channel() -> RankChannel[ToTransport, FromTransport]:
+        return RankChannel(spec.endpoint, ToTransport)
+
+    layout = storage.layout
+    return TransportThread(
+        lambda: NixlTransport(spec.name, storage.data_ptr, storage.num_blocks, layout.block_bytes),
+        open_channel,
+        block_size=layout.block_size,
+        lease_s=spec.lease_s,
+        quarantine_s=spec.quarantine_s,
+        generation=scheduler.generation,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""A checkpoint's tensors as the decoder wants them: float32, q/k/v in one matrix, gate and up in one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pdserve.errors import StartupError
+from pdserve.model.model_config import ModelConfig
+from pdserve.model.progress import Progress, no_progress
+
+STEP = "loading weights"
+# A digest reads this many bytes at this many places of a file: a different fine-tune differs nearly everywhere.
+SAMPLE_BYTES = 4096
+NUM_SAMPLES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Matrices are [out, in]. heads: the num_heads query heads, then the num_kv_heads key heads."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(heads + num_kv_heads) * head_dim, hidden]
+    qkv_bias: Tensor | None  # [(heads + num_kv_heads) * head_dim]
+    qk_norm: Tensor | None  # [heads, head_dim]
+    attention_output: Tensor  # [hidden, num_heads * head_dim]
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * intermediate, hidden]
+    down: Tensor  # [hidden, intermediate]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """All float32. lm_head is the embedding itself where the two are tied."""
+
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor  # [hidden]
+    lm_head: Tensor  # [vocab, hidden]
+
+
+def load_weights(directory: Path, config: ModelConfig, progress: Progress = no_progress) -> ModelWeights:
+    """Read the directory's safetensors. Progress counts tensors. Raises StartupError, naming what is wrong."""
+    checkpoint = _Checkpoint(directory, expected_shapes(config), progress)
+    embedding = checkpoint.take("model.embed_tokens.weight")
+    layers = tuple(_layer(checkpoint, config, f"model.layers.{index}.") for index in range(config.num_layers))
+    final_norm = checkpoint.take("model.norm.weight")
+    lm_head = embedding if config.has_tied_embeddings else checkpoint.take("lm_head.weight")
+    return ModelWeights(embedding, layers, final_norm, lm_head)
+
+
+def _layer(checkpoint: _Checkpoint, config: ModelConfig, prefix: str) -> LayerWeights:
+    def take(*names: str) -> Tensor:
+        parts = [checkpoint.take(prefix + name) for name in names]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    qkv = [f"self_attn.{letter}_proj" for letter in "qkv"]
+    qk_norm = None
+    if config.family.has_qk_norm:
+        q_norm, k_norm = take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight")
+        qk_norm = torch.stack([q_norm] * config.num_heads + [k_norm] * config.num_kv_heads)
+    return LayerWeights(
+        input_norm=take("input_layernorm.weight"),
+        qkv=take(*(f"{name}.weight" for name in qkv)),
+        qkv_bias=take(*(f"{name}.bias" for name in qkv)) if config.family.has_qkv_bias else None,
+        qk_norm=qk_norm,
+        attention_output=take("self_attn.o_proj.weight"),
+        mlp_norm=take("post_attention_layernorm.weight"),
+        gate_up=take("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        down=take("mlp.down_proj.weight"),
+    )
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor the checkpoint must hold, by its published name."""
+    hidden, intermediate, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    out = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
+    layer: dict[str, tuple[int, ...]] = {f"self_attn.{letter}_proj.weight": (out[letter], hidden) for letter in "qkv"}
+    if config.family.has_qkv_bias:
+        layer |= {f"self_attn.{letter}_proj.bias": (out[letter],) for letter in "qkv"}
+    if config.family.has_qk_norm:
+        layer |= {f"self_attn.{letter}_norm.weight": (dim,) for letter in "qk"}
+    layer |= {
+        "self_attn.o_proj.weight": (hidden, out["q"]),
+        "mlp.gate_proj.weight": (intermediate, hidden),
+        "mlp.up_proj.weight": (intermediate, hidden),
+        "mlp.down_proj.weight": (hidden, intermediate),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.has_tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for index in range(config.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+class _Checkpoint:
+    """The tensors of all files by name, checked against the names and shapes the config calls for."""
+
+    def __init__(self, directory: Path, expected: Mapping[str, tuple[int, ...]], progress: Progress) -> None:
+        self._expected = expected
+        self._progress = progress
+        self._num_taken = 0
+        self._directory = directory
+        self._files: dict[str, Any] = {}
+        for path in checkpoint_files(directory):
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise StartupError(f"{path} cannot be read: {error}; fetch the model again") from error
+            self._files |= dict.fromkeys(file.keys(), file)
+        self._refuse("lacks tensors", expected.keys() - self._files.keys())
+        self._refuse("has unexpected tensors", {n for n in self._files.keys() - expected.keys() if not _is_derived(n)})
+
+    def _refuse(self, fault: str, names: set[str]) -> None:
+        if names:
+            some = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise StartupError(
+                f"{self._directory} {fault}: {some}; they do not fit its config.json, fetch the model again"
+            )
+
+    def take(self, name: str) -> Tensor:
+        """The tensor as float32."""
+        tensor: Tensor = self._files[name].get_tensor(name)
+        if tuple(tensor.shape) != self._expected[name] or not tensor.is_floating_point():
+            raise StartupError(
+                f"{self._directory}: {name} is {list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}, its "
+                f"config.json calls for floating point {list(self._expected[name])}; use the unquantized model"
+            )
+        self._num_taken += 1
+        self._progress(STEP, self._num_taken, len(self._expected))
+        return tensor.to(torch.float32)
+
+
+def _is_derived(name: str) -> bool:
+    """Tensors that some checkpoints store though they follow from others: rope tables, a tied head."""
+    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files that make up the checkpoint, sorted by name. Raises StartupError if any is missing."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if not index.exists():
+        if not single.exists():
+            raise StartupError(f"{directory} has no model.safetensors (nor an index of shards); fetch the model again")
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StartupError(f"{index} cannot be read: {error!r}; fetch the model again") from error
+    absent = [name for name in names if not (directory / name).exists()]
+    if absent:
+        raise StartupError(f"{directory} lacks {', '.join(absent)}; fetch the model again")
+    return [directory / name for name in names]
+
+
+def revision(directory: Path) -> str:
+    """A digest of the model, for `Fingerprint.model_revision`: equal directories give equal texts.
+
+    It reads the config, and of each weights file the name, the size, the header and samples, so that a large model
+    costs milliseconds. Raises StartupError where files are missing.
+    """
+    digest = hashlib.sha256()
+    try:
+        digest.update((directory / "config.json").read_bytes())
+        for path in checkpoint_files(directory):
+            num_bytes = path.stat().st_size
+            digest.update(f"\0{path.name}\0{num_bytes}\0".encode())
+            stride = max(SAMPLE_BYTES, math.ceil(num_bytes / NUM_SAMPLES))
+            with path.open("rb") as file:
+                header_bytes = int.from_bytes(file.read(8), "little")
+                digest.update(file.read(min(header_bytes, num_bytes)))
+                for offset in range(0, num_bytes, stride):
+                    file.seek(offset)
+                    digest.update(file.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise StartupError(f"{directory} cannot be read: {error}; fetch the model again") from error
+    return digest.hexdigest()[:32]

@@ -1,0 +1,125 @@
+"""Nodes as child processes of this one: started, waited for, and ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import IO
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pdserve.config import MODULES, ServerArgs
+from pdserve.config.environment import without_settings
+from pdserve.errors import StartupError
+
+POLL_S = 0.2
+# What a node gets beyond its drain, first to end in order and then to end at once.
+ENDING_S = 15.0
+
+
+class NodeProcess:
+    """One node in a process (group) of its own, so that a Ctrl-C reaches it only through us."""
+
+    def __init__(self, args: ServerArgs, log: IO[bytes] | None = None) -> None:
+        """args: settings with a port of their own. log: where its output goes; None = where ours goes."""
+        self.args = args
+        command = [sys.executable, "-m", MODULES[args.role], *args.command_line()]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=without_settings(),
+            start_new_session=True,
+        )
+
+    @property
+    def name(self) -> str:
+        return f"{self.args.role} node on {self.args.address}"
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def exit_status(self) -> int | None:
+        """As of Popen: negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def is_ready(self) -> bool:
+        """Whether its health service says SERVING."""
+        with grpc.insecure_channel(self.args.address) as channel:
+            try:
+                answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+            except grpc.RpcError:
+                return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM: the first drains, a second ends at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Stop it, whatever it takes; returns when it and its children are gone."""
+        try:
+            for patience_s in (self.args.drain_timeout_s + ENDING_S, ENDING_S):
+                self.ask_to_stop()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(patience_s)
+                    break
+        finally:
+            # The rank processes share its group: none may outlive it, nor an impatient second Ctrl-C.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def wait_until_ready(nodes: Sequence[NodeProcess], on_ready: Callable[[NodeProcess], None]) -> None:
+    """Returns when every node serves; calls on_ready for each as it does.
+
+    Raises StartupError when one ends before, or isn't ready within its own start-up timeout.
+    """
+    waiting = list(nodes)
+    deadlines = {node.name: time.monotonic() + node.args.startup_timeout_s for node in nodes}
+    while waiting:
+        for node in list(waiting):
+            if node.has_ended:
+                raise StartupError(f"the {node.name} ended while starting (status {node.exit_status}); see its output")
+            if time.monotonic() > deadlines[node.name]:
+                limit = f"{node.args.startup_timeout_s:g} s"
+                raise StartupError(f"the {node.name} isn't ready after {limit}; raise --startup-timeout-s")
+            if node.is_ready():
+                waiting.remove(node)
+                on_ready(node)
+        time.sleep(POLL_S)
+
+
+@contextlib.contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM leaves the block as Ctrl-C does, so that what is to be ended is."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def free_port() -> int:
+    """A port on this machine that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,66 @@
+"""What makes a node a prefill node: it answers decode nodes, and nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from functools import partial
+
+from pdserve import __version__, node
+from pdserve.config import ServerArgs
+from pdserve.engine.front import LocalTokens
+from pdserve.errors import WrongRole
+from pdserve.node import Parts, Site
+from pdserve.request import GenerateChunk, GenerateRequest, RankLoad, RequestId
+from pdserve.rpc.handoff import Description
+from pdserve.rpc.server import Service
+from pdserve.v1.handoff_pb2_grpc import add_HandoffServicer_to_server
+from prefill_node.service import HandoffServicer
+
+SERVICE_NAME = "pdserve.v1.Handoff"
+
+
+def run(args: ServerArgs) -> None:
+    """Serve until stopped."""
+    node.run(args, build, has_transport=True)
+
+
+def build(site: Site) -> Parts:
+    servicer = HandoffServicer(site.rank, describe(site))
+    site.rank.on_transport = servicer.on_transport
+    handoff = Service(SERVICE_NAME, partial(add_HandoffServicer_to_server, servicer))
+    tokens = LocalTokens(site.rank)
+    return Parts([handoff, site.inference(NotTheFrontDoor(tokens))], tokens.loads)
+
+
+def describe(site: Site) -> Description:
+    """This life of this node, as decode nodes see it."""
+    ready = site.ready
+    return Description(
+        incarnation=site.incarnation,
+        version=__version__,
+        fingerprint=ready.fingerprint,
+        weights_version=0,
+        num_blocks=ready.num_blocks,
+        block_bytes=ready.block_bytes,
+        rank_metadata=(ready.transport_metadata,),
+        max_prompt_tokens=ready.max_model_len,
+        num_slots=site.args.max_num_seqs,
+        lease_s=site.args.kv_lease_s,
+    )
+
+
+class NotTheFrontDoor:
+    """Inference on a prefill node: everything but answers."""
+
+    def __init__(self, tokens: LocalTokens) -> None:
+        self._tokens = tokens
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        raise WrongRole("a prefill node does not answer: send the request to a decode node that has it as a peer")
+        yield  # makes it the generator that callers expect
+
+    async def abort(self, request_id: RequestId) -> bool:
+        return False
+
+    async def loads(self) -> list[RankLoad]:
+        return await self._tokens.loads()

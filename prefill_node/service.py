@@ -1,0 +1,223 @@
+"""The Handoff service of a prefill node: one stream a prompt, from Start to Released."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import grpc
+
+from pdserve.engine.front import Inbox, Rank
+from pdserve.engine.messages import (
+    ChunkAnnounced,
+    ExpectPeer,
+    FromTransport,
+    LeaseAnswer,
+    LeaseGone,
+    LeaseOpened,
+    Output,
+    ReleaseLease,
+    RenewLease,
+    RevokeLease,
+)
+from pdserve.errors import InvalidRequest, PeerMismatch, ProtocolError, RequestIdInUse, TransferFailed, named
+from pdserve.request import PREFILL_ONLY, LeaseId, RequestId, TokenRequest
+from pdserve.rpc.handoff import (
+    Accepted,
+    ChunkReady,
+    Computing,
+    Description,
+    FirstToken,
+    HandoffAbort,
+    Queued,
+    Release,
+    Released,
+    Renew,
+    RequestKey,
+    Start,
+    ToDecode,
+)
+from pdserve.rpc.handoff_codec import decode_to_prefill, encode_description, encode_to_decode
+from pdserve.v1 import handoff_pb2 as pb
+from pdserve.v1 import handoff_pb2_grpc
+
+# How often D hears of a prompt that is queued or computing, when nothing else is said.
+PROGRESS_S = 1.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class StreamClosed:
+    """D's side of the stream has ended."""
+
+
+@dataclass(slots=True)
+class Handoff:
+    """One prompt on its way: what D was told so far."""
+
+    lease_id: LeaseId
+    prompt_tokens: int
+    is_accepted: bool = False
+    num_chunks: int = 0
+    num_tokens_done: int = 0
+    first_token: FirstToken | None = None
+    is_release_asked: bool = False
+    is_over: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """D knows everything it needs to pull the whole prompt."""
+        return self.first_token is not None and self.num_chunks == self.first_token.num_chunks
+
+
+@dataclass(slots=True)
+class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
+    """Answers decode nodes for one rank. Belongs to the front's event loop."""
+
+    rank: Rank
+    description: Description
+    _live_keys: set[RequestKey] = field(default_factory=set)
+    _queue: dict[LeaseId, None] = field(default_factory=dict)  # not yet accepted, in order of arrival
+    _numbers: count[int] = field(default_factory=count)
+
+    def on_transport(self, message: FromTransport) -> None:
+        """A message of the transport thread goes to the stream of its lease."""
+        if isinstance(message, LeaseOpened | ChunkAnnounced | LeaseAnswer | LeaseGone):
+            self.rank.deliver(RequestId(message.lease_id), message)
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
+        if request.known_incarnation != self.description.incarnation:
+            await self.rank.tell_transport(ExpectPeer())
+        return encode_description(self.description)
+
+    async def Prefill(
+        self, requests: AsyncIterator[pb.PrefillRequest], context: Context
+    ) -> AsyncGenerator[pb.PrefillResponse, None]:
+        start = await self._receive_start(requests)
+        # A lease bears the id of its request; the number makes it unique in this incarnation.
+        handoff = Handoff(LeaseId(f"{self.description.incarnation}-{next(self._numbers)}"), len(start.prompt))
+        request = TokenRequest(RequestId(handoff.lease_id), start.prompt, start.sampling)
+        self._live_keys.add(start.request_key)
+        reader: asyncio.Task[None] | None = None
+        try:
+            inbox = await self.rank.open(request, PREFILL_ONLY, start.num_cached_tokens)
+            self._queue[handoff.lease_id] = None
+            reader = asyncio.create_task(self._read(requests, inbox))
+            while not handoff.is_over:
+                said = await self._next(handoff, inbox)
+                if said is not None:
+                    yield encode_to_decode(said)
+        finally:
+            self._live_keys.discard(start.request_key)
+            self._queue.pop(handoff.lease_id, None)
+            if reader is not None:
+                reader.cancel()
+            # However the stream ended. A lease that was released, a request that is over, ignore this.
+            await self.rank.tell_transport(RevokeLease(handoff.lease_id, "the stream ended"))
+            await self.rank.close(request.request_id, is_over=False)
+
+    # ------------------------------------------------------------ start
+
+    async def _receive_start(self, requests: AsyncIterator[pb.PrefillRequest]) -> Start:
+        async for message in requests:
+            start = decode_to_prefill(message)
+            if not isinstance(start, Start):
+                raise ProtocolError(f"the first message is {type(start).__name__}, it must be Start")
+            self._check_start(start)
+            return start
+        raise ProtocolError("the stream ended before its Start")
+
+    def _check_start(self, start: Start) -> None:
+        mine = self.description
+        if start.incarnation != mine.incarnation:
+            raise PeerMismatch(f"incarnation: {mine.incarnation!r} here, {start.incarnation!r} there; describe again")
+        if differences := mine.fingerprint.differences(start.fingerprint):
+            raise PeerMismatch("; ".join(differences))
+        if start.weights_version != mine.weights_version:
+            raise PeerMismatch(f"weights_version: {mine.weights_version} here, {start.weights_version} there")
+        if len(start.prompt) > mine.max_prompt_tokens:
+            raise InvalidRequest(f"prompt has {len(start.prompt)} tokens, the limit is {mine.max_prompt_tokens}")
+        if start.request_key in self._live_keys:
+            raise RequestIdInUse(f"request key {start.request_key} is live; a retry is a new attempt")
+
+    # ------------------------------------------------------------ the stream
+
+    async def _read(self, requests: AsyncIterator[pb.PrefillRequest], inbox: Inbox) -> None:
+        """What D says joins what the rank says, in one inbox."""
+        try:
+            async for message in requests:
+                inbox.put(decode_to_prefill(message))
+        except ProtocolError as error:
+            inbox.put(error)
+        else:
+            inbox.put(StreamClosed())
+
+    async def _next(self, handoff: Handoff, inbox: Inbox) -> ToDecode | None:
+        """What to say next, if the next thing that happens is worth telling."""
+        with suppress(TimeoutError):
+            return await self._answer(handoff, await asyncio.wait_for(inbox.get(), PROGRESS_S))
+        if handoff.is_accepted:
+            return Computing(handoff.num_tokens_done)
+        return Queued(list(self._queue).index(handoff.lease_id))
+
+    async def _answer(self, handoff: Handoff, message: object) -> ToDecode | None:
+        match message:
+            case LeaseOpened():
+                handoff.is_accepted = True
+                del self._queue[handoff.lease_id]
+                return Accepted(handoff.lease_id, num_ranks=1)
+            case ChunkAnnounced(seq=seq, first_token=first, end_token=end, blocks=blocks):
+                handoff.num_chunks += 1
+                handoff.num_tokens_done = end
+                return ChunkReady(0, seq, first, end, blocks)
+            case Output():
+                handoff.first_token = _first_token(message)
+                return handoff.first_token
+            case LeaseAnswer(valid=valid):
+                handoff.is_over = True
+                return Released(valid)
+            case Renew() | Release():
+                await self._on_lease_message(handoff, message)
+                return None
+            case LeaseGone(reason=reason):
+                handoff.is_over = True
+                return HandoffAbort(reason)
+            case HandoffAbort() | StreamClosed():
+                handoff.is_over = True
+                return None
+            case Exception():
+                raise message
+            case _:
+                raise ProtocolError(f"{type(message).__name__} out of order")
+
+    async def _on_lease_message(self, handoff: Handoff, message: Renew | Release) -> None:
+        if not handoff.is_accepted or message.lease_id != handoff.lease_id:
+            raise ProtocolError(f"lease_id {message.lease_id!r} is not this stream's")
+        if isinstance(message, Renew):
+            await self.rank.tell_transport(RenewLease(handoff.lease_id))
+            return
+        if not handoff.is_complete or handoff.is_release_asked:
+            raise ProtocolError("Release came before the last chunk and the first token, or twice")
+        handoff.is_release_asked = True
+        await self.rank.tell_transport(ReleaseLease(handoff.lease_id))
+
+
+def _first_token(output: Output) -> FirstToken:
+    """Raises the error the output carries, TransferFailed for a prompt that was given up here."""
+    if output.error_name:
+        raise named(output.error_name, output.error_message)
+    if not output.token_ids:
+        raise TransferFailed("the prefill node gave the prompt up")
+    return FirstToken(
+        token_id=output.token_ids[0],
+        num_chunks=output.num_chunks,
+        num_cached_tokens=output.num_cached_tokens,
+        logprobs=output.logprobs[0] if output.logprobs else None,
+        finish=output.finish,
+        matched_stop_token=output.matched_stop_token,
+        prompt_logprobs=output.prompt_logprobs,
+    )

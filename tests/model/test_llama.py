@@ -1,0 +1,159 @@
+"""The decoder against transformers on the same random weights: logits and greedy tokens, through paged KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.kv.storage import KVStorage
+from pdserve.model.model_config import read_config
+from pdserve.model.torch_runner import TorchRunner, load
+from pdserve.request import TokenRequest
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "eos_token_id": 5,
+    "bos_token_id": 1,
+    # Wide enough that the best token leads clearly: rounding must not decide.
+    "initializer_range": 0.15,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+YARN_MSCALE = {**YARN, "mscale": 0.8, "mscale_all_dim": 0.5, "beta_fast": 16.0, "truncate": False}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e4, "factor": 3.0}}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2-bias": ("Qwen2", {}),
+    "qwen2-yarn-mscale": ("Qwen2", {"rope_parameters": YARN_MSCALE}),
+    "qwen3-norm": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3-yarn": ("Qwen3", {"rope_parameters": YARN}),
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=str)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A transformers model with random weights (biases and norms too), and its directory."""
+    family, changes = VARIANTS[request.param]
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    directory = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(directory)
+    return model, directory
+
+
+def build(directory: Path, cache_dir: Path, block_size: int = 16) -> tuple[TorchRunner, KVStorage]:
+    config = read_config(directory)
+    storage = KVStorage(config.kv_layout(block_size), 64)
+    storage.slab.view(torch.float32).fill_(torch.nan)
+    return load(directory, config, storage, max_slots=4, max_model_len=256, cache_dir=cache_dir), storage
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(6, 211, (count,), generator=generator).tolist() for count in (1, 23, 90)]
+
+
+def test_greedy_tokens_and_logprobs_equal_transformers_in_chunks_over_scattered_blocks(
+    reference: tuple[Any, Path], kernel_cache: Path, request_of: Callable[..., TokenRequest], server_of: Any
+) -> None:
+    model, directory = reference
+    runner, storage = build(directory, kernel_cache)
+    wants = {"num_logprobs": 210, "prompt_logprobs": 0}
+    requests = [request_of(str(number), prompt, 12, **wants) for number, prompt in enumerate(prompts())]
+    answers = server_of(runner, storage, chunk=13).serve(requests)
+    for answer in answers:
+        prompt = list(answer.request.prompt)
+        with torch.inference_mode():
+            expected = model(torch.tensor([prompt + answer.output])).logits[0].float()
+        logprobs = expected.log_softmax(-1)
+        assert answer.output == expected[len(prompt) - 1 : -1].argmax(-1).tolist()
+        for position, entry in enumerate(answer.logprobs, start=len(prompt) - 1):
+            ids = torch.tensor([token for token, _ in entry.top])
+            ours = torch.tensor([value for _, value in entry.top])
+            torch.testing.assert_close(ours, logprobs[position, ids], rtol=0, atol=1e-4)
+            assert entry.top[0] == (entry.token_id, entry.logprob)
+        for position, entry in enumerate(answer.prompt_logprobs):
+            assert entry.token_id == prompt[position + 1]
+            assert entry.logprob == pytest.approx(float(logprobs[position, entry.token_id]), abs=1e-4)
+        assert len(answer.prompt_logprobs) == len(prompt) - 1
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(1)
+    directory = tmp_path_factory.mktemp("tiny")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(directory)
+    return directory
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(
+    tiny: Path, kernel_cache: Path, request_of: Callable[..., TokenRequest], server_of: Any
+) -> None:
+    first, second, third = prompts()
+    request = request_of("seeded", second, 10, temperature=0.9, top_p=0.95, seed=11)
+    crowd = [request, request_of("greedy", third, 10), request_of("other", first, 10, temperature=1.5, seed=3)]
+    alone = server_of(*build(tiny, kernel_cache), chunk=64).serve([request])[0].output
+    assert server_of(*build(tiny, kernel_cache), chunk=5).serve(crowd)[0].output == alone
+    other_sample = request_of("sample", second, 10, temperature=0.9, top_p=0.95, seed=11, sample_index=1)
+    assert server_of(*build(tiny, kernel_cache)).serve([other_sample])[0].output != alone
+
+
+def test_a_forced_output_continues_as_the_undisturbed_answer(
+    tiny: Path, kernel_cache: Path, request_of: Callable[..., TokenRequest], server_of: Any
+) -> None:
+    sampling = {
+        "temperature": 0.8,
+        "seed": 5,
+        "frequency_penalty": 0.7,
+        "repetition_penalty": 1.3,
+        "min_new_tokens": 9,
+        "num_logprobs": 2,
+        "prompt_logprobs": 1,
+    }
+    request = request_of("r", prompts()[1], 10, **sampling)
+    whole = server_of(*build(tiny, kernel_cache)).serve([request])[0]
+    for count in (1, 4):
+        forced = tuple(whole.output[:count])
+        rest = server_of(*build(tiny, kernel_cache)).serve([request], forced=[forced])[0]
+        assert rest.output == whole.output[count:]
+        assert [entry.token_id for entry in rest.logprobs] == [entry.token_id for entry in whole.logprobs[count:]]
+        assert rest.prompt_logprobs == []
+
+
+def test_a_reused_slot_remembers_nothing(
+    tiny: Path, kernel_cache: Path, request_of: Callable[..., TokenRequest], server_of: Any
+) -> None:
+    heavy = request_of("a", prompts()[2], 8, temperature=2.0, presence_penalty=2.0, logit_bias=((9, 50.0),), seed=1)
+    plain = request_of("b", prompts()[1], 8)
+    server = server_of(*build(tiny, kernel_cache))
+    server.serve([heavy])
+    assert server.serve([plain])[0].output == server_of(*build(tiny, kernel_cache)).serve([plain])[0].output

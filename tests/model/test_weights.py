@@ -1,0 +1,134 @@
+"""Loading checkpoints: fused matrices, shards, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pdserve.errors import StartupError
+from pdserve.model.model_config import DefaultRope, ModelConfig
+from pdserve.model.weights import expected_shapes, load_weights, revision
+
+Tensors = dict[str, Tensor]
+
+
+def config_of(architecture: str = "LlamaForCausalLM", tied: bool = False) -> ModelConfig:
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=8,
+        intermediate_size=12,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        vocab_size=20,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        rope=DefaultRope(10000.0),
+        has_tied_embeddings=tied,
+        bos_token_id=None,
+        eos_token_ids=(),
+    )
+
+
+@pytest.fixture
+def tensors() -> Tensors:
+    torch.manual_seed(0)
+    return {name: torch.randn(shape) for name, shape in expected_shapes(config_of()).items()}
+
+
+def write(directory: Path, tensors: Tensors) -> Path:
+    (directory / "config.json").write_text("{}")
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def write_shards(directory: Path, tensors: Tensors) -> Path:
+    (directory / "config.json").write_text("{}")
+    shards = {f"model-{index}.safetensors": list(tensors)[index::3] for index in range(3)}
+    for name, members in shards.items():
+        save_file({member: tensors[member] for member in members}, directory / name)
+    weight_map = {member: name for name, members in shards.items() for member in members}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+@pytest.mark.parametrize("write_checkpoint", [write, write_shards])
+def test_q_k_v_and_gate_up_are_one_matrix_each(tmp_path: Path, tensors: Tensors, write_checkpoint: object) -> None:
+    weights = load_weights(write_checkpoint(tmp_path, tensors), config_of())  # type: ignore[operator]
+    layer, prefix = weights.layers[1], "model.layers.1."
+    assert torch.equal(layer.qkv, torch.cat([tensors[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]))
+    assert torch.equal(
+        layer.gate_up, torch.cat([tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")])
+    )
+    assert torch.equal(weights.lm_head, tensors["lm_head.weight"])
+    assert layer.qkv_bias is None
+    assert layer.qk_norm is None
+
+
+def test_narrow_weights_become_float32(tmp_path: Path, tensors: Tensors) -> None:
+    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    weights = load_weights(write(tmp_path, halves), config_of())
+    assert weights.embedding.dtype == torch.float32
+    assert torch.equal(weights.embedding, halves["model.embed_tokens.weight"].float())
+
+
+def test_a_tied_head_is_the_embedding_even_if_stored(tmp_path: Path, tensors: Tensors) -> None:
+    weights = load_weights(write(tmp_path, tensors), config_of(tied=True))
+    assert weights.lm_head is weights.embedding
+
+
+def test_progress_ends_at_its_total(tmp_path: Path, tensors: Tensors) -> None:
+    seen: list[tuple[int, int]] = []
+    load_weights(write(tmp_path, tensors), config_of(), lambda step, done, total: seen.append((done, total)))
+    assert seen == [(done, len(tensors)) for done in range(1, len(tensors) + 1)]
+
+
+def test_missing_and_unexpected_tensors_are_named(tmp_path: Path, tensors: Tensors) -> None:
+    lacking = {name: tensor for name, tensor in tensors.items() if ".1.mlp" not in name}
+    with pytest.raises(StartupError, match=r"lacks tensors: model\.layers\.1\.mlp\.down_proj"):
+        load_weights(write(tmp_path, lacking), config_of())
+    with pytest.raises(StartupError, match=r"lacks tensors: .*q_norm"):
+        load_weights(write(tmp_path, tensors), config_of("Qwen3ForCausalLM"))
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    load_weights(write(tmp_path, tensors), config_of())
+    tensors |= {f"adapter.{index}": torch.ones(1) for index in range(6)}
+    with pytest.raises(StartupError, match=r"unexpected tensors: adapter\.0, .*adapter\.3 and 2 more"):
+        load_weights(write(tmp_path, tensors), config_of())
+
+
+def test_a_wrong_shape_or_dtype_is_named(tmp_path: Path, tensors: Tensors) -> None:
+    with pytest.raises(StartupError, match=r"model\.norm\.weight is \[9\] of float32.* \[8\]"):
+        load_weights(write(tmp_path, {**tensors, "model.norm.weight": torch.ones(9)}), config_of())
+    with pytest.raises(StartupError, match=r"model\.norm\.weight is \[8\] of int8"):
+        load_weights(write(tmp_path, {**tensors, "model.norm.weight": torch.ones(8).to(torch.int8)}), config_of())
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path, tensors: Tensors) -> None:
+    with pytest.raises(StartupError, match=r"has no model\.safetensors"):
+        load_weights(tmp_path, config_of())
+    write_shards(tmp_path, tensors)
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(StartupError, match=r"lacks model-1\.safetensors"):
+        load_weights(tmp_path, config_of())
+    (tmp_path / "model-1.safetensors").write_bytes(b"no header here")
+    with pytest.raises(StartupError, match=r"model-1\.safetensors cannot be read"):
+        load_weights(tmp_path, config_of())
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(StartupError, match=r"index\.json cannot be read"):
+        load_weights(tmp_path, config_of())
+
+
+def test_a_revision_changes_with_the_weights_and_with_the_config_only(tmp_path: Path, tensors: Tensors) -> None:
+    first = revision(write(tmp_path, tensors))
+    assert revision(write(tmp_path, tensors)) == first
+    changed = {**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1}
+    assert revision(write(tmp_path, changed)) != first
+    write(tmp_path, tensors)
+    (tmp_path / "config.json").write_text("{ }")
+    assert revision(tmp_path) != first

@@ -1,0 +1,475 @@
+"""Requests with a remote side: reservations, transfers, leases, and aborts in every state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pdserve.request import DECODE_ONLY, FUSED, PREFILL_ONLY, FinishReason, RequestId, TransferId
+from pdserve.scheduler.plan import (
+    ChunkComputed,
+    Event,
+    KvQuiet,
+    KvReceived,
+    LeaseReleased,
+    LeaseRevoked,
+    LeaseUnwanted,
+    RequestAborted,
+    TokenDrawn,
+    TransferFailed,
+    TransferUnwanted,
+)
+from pdserve.scheduler.state import State
+from tests.scheduler.world import World, build
+
+A = RequestId("a")
+
+
+def world_of(**numbers: object) -> World:
+    return World(build(**numbers))
+
+
+def state_of(world: World, request_id: str = "a") -> State | None:
+    request = world.scheduler._residents.by_id.get(RequestId(request_id))
+    return request.state if request else None
+
+
+def kinds(outcomes: tuple[object, ...]) -> list[type]:
+    return [type(outcome) for outcome in outcomes]
+
+
+# ---------------------------------------------------------------- prefill for a peer
+
+
+def sending_world(length: int = 10, **submission: object) -> World:
+    world = world_of()
+    world.submit("a", range(length), 8, route=PREFILL_ONLY, **submission)
+    while state_of(world) is not State.SENDING:
+        world.round()
+    return world
+
+
+def test_each_chunk_is_announced_when_it_is_computed_and_the_token_after_the_last() -> None:
+    world = world_of()
+    world.submit("a", range(26), 8, route=PREFILL_ONLY)
+    world.plan()
+    (first,) = world.run()
+    world.plan()
+    second, drawn = world.run()
+    assert isinstance(first, ChunkComputed)
+    assert isinstance(second, ChunkComputed)
+    assert [(c.first_token, c.end_token, len(c.blocks)) for c in (first, second)] == [(0, 16, 4), (16, 26, 3)]
+    assert isinstance(drawn, TokenDrawn)
+    assert drawn.finish is None
+    assert second.generations == tuple(world.scheduler.generation(block) for block in second.blocks)
+
+
+def test_what_the_peer_holds_is_not_announced() -> None:
+    world = world_of()
+    world.submit("a", range(26), 8, route=PREFILL_ONLY, peer_cached_tokens=20)
+    world.plan()
+    assert kinds(world.run()) == []
+    world.plan()
+    (chunk, _) = world.run()
+    assert isinstance(chunk, ChunkComputed)
+    assert (chunk.first_token, chunk.end_token, len(chunk.blocks)) == (20, 26, 2)
+
+
+def test_cached_blocks_are_announced_with_the_first_chunk() -> None:
+    world = world_of()
+    world.submit("warm", range(12))
+    world.drain()
+    world.submit("a", range(14), 8, route=PREFILL_ONLY)
+    assert world.plan().prefill[0].start == 12
+    chunk = world.run()[0]
+    assert isinstance(chunk, ChunkComputed)
+    assert (chunk.first_token, chunk.end_token, len(chunk.blocks)) == (0, 14, 4)
+    world.drain()
+
+
+def test_a_prompt_sent_off_gives_back_its_slot_and_keeps_its_blocks_until_the_lease_ends() -> None:
+    world = world_of(max_batch_size=1)
+    world.submit("a", range(10), 8, route=PREFILL_ONLY)
+    world.submit("b", range(20, 30), 8, route=PREFILL_ONLY)
+    world.rounds(2)
+    assert (state_of(world), state_of(world, "b")) == (State.SENDING, State.SENDING)
+    assert world.scheduler.num_held_blocks == 6
+    world.release(A)
+    assert (state_of(world), world.scheduler.num_held_blocks) == (None, 3)
+    world.drain()
+
+
+def test_a_first_token_that_ends_the_answer_says_so_and_still_waits_for_the_lease() -> None:
+    world = world_of()
+    world.submit("a", range(10), 1, route=PREFILL_ONLY)
+    world.plan()
+    assert [o.finish for o in world.run() if isinstance(o, TokenDrawn)] == [FinishReason.LENGTH]
+    assert state_of(world) is State.SENDING
+    world.release(A)
+    assert world.scheduler.is_idle
+
+
+@pytest.mark.parametrize("event", [LeaseReleased, LeaseRevoked])
+def test_a_lease_that_ends_before_the_prompt_is_done_ends_the_request(event: Callable[[RequestId], Event]) -> None:
+    world = world_of()
+    world.submit("a", range(26), route=PREFILL_ONLY)
+    world.plan()
+    assert kinds(world.advance(event(A))) == [RequestAborted]
+    assert world.scheduler.num_held_blocks == 7, "the round still uses them"
+    world.run()
+    assert world.scheduler.is_idle
+    assert world.scheduler.num_held_blocks == 0
+
+
+# ---------------------------------------------------------------- prefill by a peer
+
+
+def test_a_reservation_names_the_blocks_for_what_is_not_cached() -> None:
+    world = world_of()
+    world.submit("warm", range(12))
+    world.drain()
+    world.submit("a", range(14), 6, route=DECODE_ONLY)
+    (reservation,) = world.plan().reservations
+    assert (reservation.num_cached_tokens, reservation.num_prompt_tokens, len(reservation.blocks)) == (12, 14, 1)
+    assert world.scheduler.transfer_of(A) == reservation.transfer_id
+    assert state_of(world) is State.RECEIVING
+    world.drain()
+
+
+def test_a_reservation_needs_no_tokens_of_the_round() -> None:
+    world = world_of()
+    world.submit("full", range(40, 56))
+    world.submit("a", range(9), route=DECODE_ONLY)
+    plan = world.plan()
+    assert plan.num_tokens == 16
+    assert len(plan.reservations) == 1
+
+
+def test_at_most_so_many_wait_on_peers_and_drained_ones_are_not_among_them() -> None:
+    world = world_of(max_outstanding_transfers=1, max_batch_size=4)
+    for name in "abc":
+        world.submit(name, [ord(name), 1, 2], route=DECODE_ONLY)
+    assert [r.request_id for r in world.plan().reservations] == ["a"]
+    assert not world.plan().reservations
+    world.abort("a")
+    assert [r.request_id for r in world.plan().reservations] == ["b"], "nobody waits on the draining one"
+    world.receive(world.transfer_of("b"))
+    assert [r.request_id for r in world.plan().reservations] == ["c"]
+
+
+def test_received_kv_decodes_from_the_peers_token_in_the_slot_it_had() -> None:
+    world = world_of()
+    world.submit("a", range(10), 3, route=DECODE_ONLY)
+    world.plan()
+    assert world.receive(world.transfer_of("a")) == ()
+    plan = world.plan()
+    assert not plan.prefill
+    assert (plan.decode[0].start, plan.decode[0].end) == (10, 11)
+    assert plan.starts[0].forced_output == (world.answers[A][0],)
+    world.drain()
+    assert world.scheduler.counters.prompt_tokens_computed == 0
+
+
+def test_a_peers_token_that_ends_the_answer_ends_the_request() -> None:
+    world = world_of()
+    world.submit("a", range(10), 1, route=DECODE_ONLY)
+    world.plan()
+    world.receive(world.transfer_of("a"))
+    assert world.scheduler.is_idle
+    assert world.scheduler.num_cached_blocks == 2, "what was confirmed is worth keeping"
+
+
+def test_nothing_is_published_before_the_commit() -> None:
+    world = world_of()
+    world.submit("a", range(12), route=DECODE_ONLY)
+    world.plan()
+    world.submit("b", range(12))
+    assert world.plan().starts[0].num_cached_tokens == 0
+    world.run()
+    world.drain()
+
+
+def test_a_commit_publishes_parents_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of()
+    world.submit("a", range(14), route=DECODE_ONLY)
+    world.plan()
+    published: list[int] = []
+    publish = world.scheduler._pool.publish
+    monkeypatch.setattr(world.scheduler._pool, "publish", lambda h, b: (published.append(b), publish(h, b)))
+    request = world.scheduler._residents.by_id[A]
+    world.receive(world.transfer_of("a"))
+    assert published == request.blocks[:3]
+    world.submit("b", range(14))
+    assert world.plan().starts[0].num_cached_tokens == 12
+
+
+def test_a_failed_transfer_publishes_nothing_and_keeps_its_blocks_until_it_is_quiet() -> None:
+    world = world_of()
+    world.submit("a", range(12), 4, route=DECODE_ONLY)
+    world.plan()
+    transfer_id = world.transfer_of("a")
+    assert kinds(world.fail(transfer_id)) == [TransferUnwanted]
+    assert world.scheduler.num_draining_blocks == world.scheduler.num_held_blocks == 3
+    assert world.scheduler.num_cached_blocks == 0
+    plan = world.plan()
+    assert plan.starts[0].num_cached_tokens == 0
+    world.write_late(transfer_id)
+    world.run()
+    world.write_late(transfer_id)
+    world.quiet(transfer_id)
+    assert world.scheduler.num_draining_blocks == 0
+    world.drain()
+    assert world.scheduler.counters.reroutes == 1
+
+
+def test_a_failed_transfer_lets_go_of_the_hits_and_the_headroom_at_once() -> None:
+    world = world_of()
+    world.submit("warm", range(8))
+    world.drain()
+    world.submit("a", range(12), 4, route=DECODE_ONLY)
+    world.plan()
+    assert world.scheduler.num_held_blocks == 4
+    world.fail(world.transfer_of("a"))
+    assert world.scheduler.num_held_blocks == 1
+    assert world.plan().starts[0].num_cached_tokens == 8
+    world.drain()
+
+
+def test_a_rerouted_request_keeps_its_place_in_the_queue() -> None:
+    world = world_of(max_batch_size=2)
+    world.submit("first", [1] * 6, 30)
+    world.submit("a", range(6), route=DECODE_ONLY)
+    world.plan()
+    world.run()
+    for name in ("b", "c"):
+        world.submit(name, [ord(name)] * 6)
+    world.fail(world.transfer_of("a"))
+    assert [start.request_id for start in world.round().starts] == ["a"]
+
+
+def test_tokens_the_client_has_seen_are_prefilled_again_and_not_drawn_again() -> None:
+    world = world_of()
+    world.submit("a", range(10), 4, route=DECODE_ONLY)
+    world.plan()
+    world.fail(world.transfer_of("a"), after_first_token=True)
+    plan = world.plan()
+    assert plan.starts[0].forced_output == tuple(world.answers[A])
+    assert (plan.prefill[0].start, plan.prefill[0].end) == (0, 11)
+    world.drain()
+    assert world.ended[A] == "finished"
+
+
+def test_a_transfer_that_fails_after_the_answers_last_token_ends_the_request() -> None:
+    world = world_of()
+    world.submit("a", range(10), 1, route=DECODE_ONLY)
+    world.plan()
+    transfer_id = world.transfer_of("a")
+    world.fail(transfer_id, after_first_token=True)
+    assert state_of(world) is None
+    assert not world.plan().rows
+    world.quiet(transfer_id)
+    assert world.scheduler.is_idle
+
+
+def test_a_rerouted_request_is_never_sent_to_a_peer_again() -> None:
+    world = world_of()
+    world.submit("a", range(10), route=DECODE_ONLY)
+    world.plan()
+    world.fail(world.transfer_of("a"))
+    assert not world.plan().reservations
+    assert world.outstanding is not None
+
+
+# ---------------------------------------------------------------- aborts
+
+
+def abort_waiting(world: World) -> list[type]:
+    world.submit("a", range(26))
+    return kinds(world.abort("a"))
+
+
+def abort_prefilling(world: World) -> list[type]:
+    world.submit("a", range(26))
+    world.round()
+    return kinds(world.abort("a"))
+
+
+def abort_decoding(world: World) -> list[type]:
+    world.submit("a", range(6), 9)
+    world.rounds(2)
+    return kinds(world.abort("a"))
+
+
+@pytest.mark.parametrize("abort", [abort_waiting, abort_prefilling, abort_decoding])
+def test_an_abort_between_rounds_frees_everything_at_once(abort: Callable[[World], list[type]]) -> None:
+    world = world_of()
+    assert abort(world) == [RequestAborted]
+    assert world.scheduler.is_idle
+    assert world.scheduler.num_held_blocks == 0
+    world.check()
+
+
+@pytest.mark.parametrize("num_rounds", [0, 1, 2, 3])
+def test_an_abort_during_a_round_holds_its_blocks_and_its_slot_until_the_round_is_done(num_rounds: int) -> None:
+    world = world_of(max_batch_size=1)
+    world.submit("a", range(26), 9)
+    world.rounds(num_rounds)
+    world.plan()
+    num_held = world.scheduler.num_held_blocks
+    assert kinds(world.abort("a")) == [RequestAborted]
+    assert world.abort("a") == ()
+    assert (state_of(world), world.scheduler.num_held_blocks) == (State.STOPPING, num_held)
+    assert world.run() == ()
+    assert world.scheduler.is_idle
+    assert world.scheduler.num_held_blocks == 0
+
+
+def test_an_aborted_receiver_is_gone_at_once_and_its_destination_stays() -> None:
+    world = world_of(max_batch_size=1)
+    world.submit("a", range(10), route=DECODE_ONLY)
+    world.plan()
+    transfer_id = world.transfer_of("a")
+    assert kinds(world.abort("a")) == [RequestAborted, TransferUnwanted]
+    assert state_of(world) is None
+    assert world.scheduler.num_held_blocks == world.scheduler.num_draining_blocks == 3
+    assert not world.scheduler.is_idle
+    world.submit("b", range(20, 40), 8)
+    world.rounds(2)
+    world.write_late(transfer_id)
+    world.quiet(transfer_id)
+    world.drain()
+
+
+def test_kv_that_comes_after_the_abort_is_quiet_and_unwanted() -> None:
+    world = world_of()
+    world.submit("a", range(10), route=DECODE_ONLY)
+    world.plan()
+    transfer_id = world.transfer_of("a")
+    world.abort("a")
+    assert world.receive(transfer_id) == ()
+    assert world.scheduler.is_idle
+    assert world.scheduler.num_cached_blocks == 0, "nobody vouches for it"
+
+
+def test_an_aborted_sender_is_revoked_before_its_blocks_are_free() -> None:
+    world = sending_world()
+    assert kinds(world.abort("a")) == [RequestAborted, LeaseUnwanted]
+    assert (state_of(world), world.scheduler.num_held_blocks) == (State.STOPPING, 3)
+    world.revoke(A)
+    assert world.scheduler.is_idle
+
+
+def test_a_release_may_overtake_the_revocation_of_an_aborted_sender() -> None:
+    world = sending_world()
+    world.abort("a")
+    world.release(A)
+    assert world.scheduler.is_idle
+
+
+@pytest.mark.parametrize("is_round_first", [True, False])
+def test_an_abort_while_prefilling_for_a_peer_waits_for_the_round_and_the_lease(is_round_first: bool) -> None:
+    world = world_of()
+    world.submit("a", range(26), route=PREFILL_ONLY)
+    world.plan()
+    assert kinds(world.abort("a")) == [RequestAborted, LeaseUnwanted]
+    ends = [world.run, lambda: world.revoke(A)]
+    for end in ends if is_round_first else reversed(ends):
+        assert world.scheduler.num_held_blocks == 7
+        assert end() == ()
+    assert world.scheduler.is_idle
+
+
+def test_aborting_who_is_unknown_or_gone_does_nothing() -> None:
+    world = world_of()
+    assert world.abort("nobody") == ()
+    world.submit("a", [1], 1)
+    world.drain()
+    assert world.abort("a") == ()
+
+
+# ---------------------------------------------------------------- events that do not fit
+
+LATE: list[Event] = [
+    KvReceived(TransferId(1), 5),
+    TransferFailed(TransferId(1), (5,)),
+    KvQuiet(TransferId(1)),
+    LeaseReleased(A),
+    LeaseRevoked(A),
+]
+
+
+@pytest.mark.parametrize("event", LATE, ids=lambda event: type(event).__name__)
+def test_an_event_nobody_knows_is_counted_and_ignored(event: Event) -> None:
+    world = world_of()
+    assert world.advance(event) == ()
+    assert world.scheduler.counters.ignored_events == 1
+
+
+@pytest.mark.parametrize("event", LATE, ids=lambda event: type(event).__name__)
+def test_a_late_or_duplicate_event_is_counted_and_ignored(event: Event) -> None:
+    world = world_of()
+    world.submit("a", range(10), 6, route=DECODE_ONLY)
+    world.plan()
+    world.receive(world.transfer_of("a"))
+    world.plan()
+    assert world.advance(event) == ()
+    assert world.scheduler.counters.ignored_events == 1
+    world.drain()
+
+
+@pytest.mark.parametrize("event", [LeaseReleased(A), LeaseRevoked(A)], ids=lambda event: type(event).__name__)
+def test_a_lease_event_for_a_request_without_a_lease_is_ignored(event: Event) -> None:
+    world = world_of()
+    world.submit("a", range(10), route=PREFILL_ONLY)
+    assert world.advance(event) == ()
+    assert state_of(world) is State.WAITING
+    world.drain()
+    assert world.advance(event) == ()
+    assert world.scheduler.counters.ignored_events == 2
+
+
+def test_an_open_transfer_is_not_settled_and_a_draining_one_fails_no_more() -> None:
+    world = world_of()
+    world.submit("a", range(10), route=DECODE_ONLY)
+    world.plan()
+    transfer_id = world.transfer_of("a")
+    assert world.advance(KvQuiet(transfer_id)) == ()
+    assert world.scheduler.num_held_blocks == 4
+    world.abort("a")
+    assert world.fail(transfer_id) == ()
+    assert world.scheduler.num_draining_blocks == 3
+    world.quiet(transfer_id)
+    assert world.advance(KvQuiet(transfer_id)) == ()
+    assert world.scheduler.counters.ignored_events == 3
+    world.check()
+
+
+# ---------------------------------------------------------------- together
+
+
+def test_one_scheduler_serves_all_three_routes_in_one_round() -> None:
+    world = world_of(enable_mixed_batch=True)
+    world.submit("decodes", [1], 9)
+    world.round()
+    world.submit("fused", range(5))
+    world.submit("for a peer", range(20, 25), route=PREFILL_ONLY)
+    world.submit("by a peer", range(30, 35), route=DECODE_ONLY)
+    plan = world.round()
+    assert [row.request_id for row in plan.rows] == ["fused", "for a peer", "decodes"]
+    assert [reservation.request_id for reservation in plan.reservations] == ["by a peer"]
+    world.drain()
+    assert set(world.ended.values()) == {"finished", "sent off"}
+
+
+def test_what_one_route_computed_the_others_find() -> None:
+    for first in (FUSED, PREFILL_ONLY, DECODE_ONLY):
+        for second in (FUSED, PREFILL_ONLY, DECODE_ONLY):
+            world = world_of()
+            world.submit("warm", range(12), route=first)
+            world.drain()
+            world.submit("again", range(12), route=second)
+            plan = world.plan()
+            found = [*plan.starts, *plan.reservations][0]
+            assert found.num_cached_tokens == 8, (first, second)
+            world.drain()
