@@ -54,7 +54,7 @@ class RemotePrefillTokens:
                 yield delta
 
     async def abort(self, request_id: RequestId) -> bool:
-        return await self._rank.abort(request_id)
+        return self._rank.abort(request_id)
 
     async def loads(self) -> list[RankLoad]:
         load = await self._rank.load()
@@ -87,7 +87,7 @@ class Answer:
 
     async def deltas(self) -> AsyncGenerator[TokenDelta, None]:
         """Until the answer's end. Raises what the rank, or under policy `fail` the handoff, failed with."""
-        inbox = await self._rank.open(self._request, self._choose_route())
+        inbox = self._rank.open(self._request, self._choose_route())
         try:
             while not self._is_over:
                 message = await inbox.get()
@@ -98,7 +98,7 @@ class Answer:
                     case FirstToken():
                         yield self._on_first_token(message)
                     case HandoffFailed():
-                        await self._on_handoff_failed(message)
+                        self._on_handoff_failed(message)
                     case Output():
                         yield self._on_output(message)
                     case Exception():
@@ -150,12 +150,12 @@ class Answer:
             placement=self._placement,
         )
 
-    async def _on_handoff_failed(self, failed: HandoffFailed) -> None:
+    def _on_handoff_failed(self, failed: HandoffFailed) -> None:
         """Go on here with the very next token."""
         self._leave_peer()
         self._fall_back(failed.error, "transfer_failed")
         streamed = (self._first.token_id,) if self._first is not None else ()
-        await self._rank.give_up_transfer(failed.transfer_id, streamed)
+        self._rank.give_up_transfer(failed.transfer_id, streamed)
 
     def _on_output(self, output: Output) -> TokenDelta:
         self._is_over = output.finish is not None or bool(output.error_name)
@@ -175,7 +175,7 @@ class Answer:
         self._leave_peer()
         # An answer that the first token ended still has KV on its way: the rank is told to let go of it.
         is_over_at_rank = self._is_over and not (self._first is not None and self._first.finish is not None)
-        await self._rank.close(self._request.request_id, is_over=is_over_at_rank)
+        self._rank.close(self._request.request_id, is_over=is_over_at_rank)
         if self._handoff is not None:
             self._handoff.cancel()
             with suppress(asyncio.CancelledError):

@@ -148,13 +148,13 @@ class Handoff:
             case Accepted():
                 self._on_accepted(message)
             case ChunkReady():
-                await self._on_chunk(message)
+                self._on_chunk(message)
             case FirstToken():
                 self._on_first(message)
             case PullFinished():
                 self._is_pulled = True
             case Released(is_valid=is_valid):
-                await self._on_released(is_valid)
+                self._on_released(is_valid)
             case PullCommitted():
                 self._is_committed = True
             case PullBroken(reason=reason) | HandoffAbort(reason=reason):
@@ -168,11 +168,11 @@ class Handoff:
             raise ProtocolError("Accepted came twice")
         self._lease_id = message.lease_id
 
-    async def _on_chunk(self, chunk: ChunkReady) -> None:
+    def _on_chunk(self, chunk: ChunkReady) -> None:
         if self._lease_id is None or chunk.rank != 0 or chunk.seq != self._num_chunks:
             raise ProtocolError(f"chunk {chunk.seq} of rank {chunk.rank} out of order")
         self._num_chunks += 1
-        await self._rank.tell_transport(
+        self._rank.tell_transport(
             PullChunk(self._transfer_id, self._peer_id, chunk.seq, chunk.first_token, chunk.end_token, chunk.blocks)
         )
 
@@ -193,14 +193,14 @@ class Handoff:
         self._is_release_sent = True
         await self._write(call, encode_to_prefill(Release(self._lease_id)))
 
-    async def _on_released(self, is_valid: bool) -> None:
+    def _on_released(self, is_valid: bool) -> None:
         if not self._is_release_sent or self._is_confirmed:
             raise ProtocolError("Released out of order")
         if not is_valid:
             raise TransferFailed("the prefill node no longer vouches for the blocks")
         assert self._first_token is not None
         self._is_confirmed = True
-        await self._rank.tell_transport(ConfirmPull(self._transfer_id, True, self._first_token.token_id))
+        self._rank.tell_transport(ConfirmPull(self._transfer_id, True, self._first_token.token_id))
 
     def _on_stream_error(self, error: PeerError) -> None:
         """After the confirmation the stream has nothing more to say; before it, its end is a failure."""

@@ -129,7 +129,7 @@ class PeerTable:
             raise PeerMismatch("; ".join(differences))
         if known is None or known.incarnation != description.incarnation:
             if known is not None:
-                await self._rank.tell_transport(DropPeer(peer.id))
+                self._rank.tell_transport(DropPeer(peer.id))
                 peer.description = None
             await self._connect(peer, description)
             log.info("prefill node %s is ready (incarnation %s)", peer.target, description.incarnation)
@@ -149,7 +149,7 @@ class PeerTable:
         peer.description = description
         self._by_id[peer.id] = peer
         future = self._connecting[peer.id] = asyncio.get_running_loop().create_future()
-        await self._rank.tell_transport(ConnectPeer(peer.id, description.rank_metadata[0]))
+        self._rank.tell_transport(ConnectPeer(peer.id, description.rank_metadata[0]))
         try:
             await future
         except PeerError as error:

@@ -10,8 +10,8 @@ import logging
 import signal
 import socket
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from pdserve.rpc.server import RpcServer, Service
 
 log = logging.getLogger(__name__)
 
-RANK_LOST = 1
+FAILED = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ Build = Callable[[Site], Parts]
 
 
 def run(args: ServerArgs, build: Build, *, has_transport: bool) -> None:
-    """Serve until stopped. Raises StartupError; SystemExit(1) when the rank was lost."""
+    """Serve until stopped. Raises StartupError; SystemExit when the rank was lost."""
     args.validate()
     asyncio.run(_serve(args, build, has_transport))
 
@@ -119,27 +119,41 @@ async def _serve_rank(site: Site, build: Build, stop: _Signals) -> None:
         has_reflection=args.reflection,
     )
     port = await server.start()
-    tasks = [asyncio.create_task(work) for work in (*parts.background, _log_stats(parts, args.stats_interval_s))]
-    await server.set_serving(True)
-    _log_start(site, port)
-    lost = asyncio.create_task(site.rank.lost.wait())
-    first_signal = asyncio.create_task(stop.first.wait())
-    await asyncio.wait({lost, first_signal}, return_when=asyncio.FIRST_COMPLETED)
-    if lost.done():
-        log.error("%s: every live request has failed, the node ends", site.rank.lost_reason)
-    else:
-        log.info("draining %d requests; a second signal ends them", site.rank.num_live)
-    drain = asyncio.create_task(server.stop(0 if lost.done() else args.drain_timeout_s))
-    second_signal = asyncio.create_task(stop.second.wait())
-    await asyncio.wait({drain, second_signal}, return_when=asyncio.FIRST_COMPLETED)
-    if not drain.done():
-        drain.cancel()
+    async with _background(*parts.background, _log_stats(parts, args.stats_interval_s)) as background:
+        await server.set_serving(True)
+        _log_start(site, port)
+        await _first_of(stop.first.wait(), site.rank.lost.wait(), background)
+        if site.rank.lost.is_set():
+            log.error("%s: every live request has failed, the node ends", site.rank.lost_reason)
+        elif stop.first.is_set():
+            log.info("draining %d requests; a second signal ends them", site.rank.num_live)
+            await _first_of(server.stop(args.drain_timeout_s), stop.second.wait(), site.rank.lost.wait())
         await server.stop(0)
-    for task in (*tasks, lost, first_signal, second_signal, drain):
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    if lost.done() and not lost.cancelled():
-        raise SystemExit(RANK_LOST)
+    if not stop.first.is_set():
+        raise SystemExit(FAILED)
+
+
+@asynccontextmanager
+async def _background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Future[Any]]:
+    """Runs for as long as the block; the future is done when any of it ended, which none of it should."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
+    try:
+        yield asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                log.error("background work failed: the node ends", exc_info=result)
+
+
+async def _first_of(*awaitables: Awaitable[Any]) -> None:
+    """Returns when one of them is done; those made here are cancelled then."""
+    futures = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    for future, awaitable in zip(futures, awaitables, strict=True):
+        if future is not awaitable:
+            future.cancel()
 
 
 class _Signals:
@@ -157,9 +171,8 @@ class _Signals:
 
 async def _or_stopped(stop: _Signals, start: Coroutine[Any, Any, Ready]) -> Ready | None:
     """What `start` returns; None when a signal came first."""
-    starting, stopped = asyncio.create_task(start), asyncio.create_task(stop.first.wait())
-    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
+    starting = asyncio.create_task(start)
+    await _first_of(starting, stop.first.wait())
     if starting.done():
         return starting.result()
     starting.cancel()

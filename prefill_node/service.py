@@ -91,7 +91,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         if request.known_incarnation != self.description.incarnation:
-            await self.rank.tell_transport(ExpectPeer())
+            self.rank.tell_transport(ExpectPeer())
         return encode_description(self.description)
 
     async def Prefill(
@@ -104,7 +104,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
         self._live_keys.add(start.request_key)
         reader: asyncio.Task[None] | None = None
         try:
-            inbox = await self.rank.open(request, PREFILL_ONLY, start.num_cached_tokens)
+            inbox = self.rank.open(request, PREFILL_ONLY, start.num_cached_tokens)
             self._queue[handoff.lease_id] = None
             reader = asyncio.create_task(self._read(requests, inbox))
             while not handoff.is_over:
@@ -117,8 +117,8 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
             if reader is not None:
                 reader.cancel()
             # However the stream ended. A lease that was released, a request that is over, ignore this.
-            await self.rank.tell_transport(RevokeLease(handoff.lease_id, "the stream ended"))
-            await self.rank.close(request.request_id, is_over=False)
+            self.rank.tell_transport(RevokeLease(handoff.lease_id, "the stream ended"))
+            self.rank.close(request.request_id, is_over=False)
 
     # ------------------------------------------------------------ start
 
@@ -159,12 +159,12 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
     async def _next(self, handoff: Handoff, inbox: Inbox) -> ToDecode | None:
         """What to say next, if the next thing that happens is worth telling."""
         with suppress(TimeoutError):
-            return await self._answer(handoff, await asyncio.wait_for(inbox.get(), PROGRESS_S))
+            return self._answer(handoff, await asyncio.wait_for(inbox.get(), PROGRESS_S))
         if handoff.is_accepted:
             return Computing(handoff.num_tokens_done)
         return Queued(list(self._queue).index(handoff.lease_id))
 
-    async def _answer(self, handoff: Handoff, message: object) -> ToDecode | None:
+    def _answer(self, handoff: Handoff, message: object) -> ToDecode | None:
         match message:
             case LeaseOpened():
                 handoff.is_accepted = True
@@ -181,7 +181,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
                 handoff.is_over = True
                 return Released(valid)
             case Renew() | Release():
-                await self._on_lease_message(handoff, message)
+                self._on_lease_message(handoff, message)
                 return None
             case LeaseGone(reason=reason):
                 handoff.is_over = True
@@ -194,16 +194,16 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
             case _:
                 raise ProtocolError(f"{type(message).__name__} out of order")
 
-    async def _on_lease_message(self, handoff: Handoff, message: Renew | Release) -> None:
+    def _on_lease_message(self, handoff: Handoff, message: Renew | Release) -> None:
         if not handoff.is_accepted or message.lease_id != handoff.lease_id:
             raise ProtocolError(f"lease_id {message.lease_id!r} is not this stream's")
         if isinstance(message, Renew):
-            await self.rank.tell_transport(RenewLease(handoff.lease_id))
+            self.rank.tell_transport(RenewLease(handoff.lease_id))
             return
         if not handoff.is_complete or handoff.is_release_asked:
             raise ProtocolError("Release came before the last chunk and the first token, or twice")
         handoff.is_release_asked = True
-        await self.rank.tell_transport(ReleaseLease(handoff.lease_id))
+        self.rank.tell_transport(ReleaseLease(handoff.lease_id))
 
 
 def _first_token(output: Output) -> FirstToken:

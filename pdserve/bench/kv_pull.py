@@ -8,13 +8,13 @@
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +32,8 @@ SLAB_BLOCKS = 64
 TIMEOUT_S = 300.0
 
 
-class PullRow(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PullRow:
     """One line of the table. Rates in 10^9 bytes a second, medians of a few repeats."""
 
     layout: str
@@ -63,20 +64,14 @@ def measure_kv_pull(
 def _measure(name: str, block_bytes: int, transport: str, counts: Sequence[int], slab_blocks: int) -> list[PullRow]:
     """Both processes are new, as UCX chooses its transports once a process. Raises TransferFailed with their words."""
     numbers = [str(number) for number in (slab_blocks, block_bytes, *counts)]
-    environment = dict(os.environ)
-    if transport != "default":
-        environment["UCX_TLS"] = transport
-    ran = subprocess.run(
-        [sys.executable, "-m", "pdserve.bench.kv_pull_nodes", "read", *numbers],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    # env(1) adds to what the child inherits.
+    setting = [] if transport == "default" else ["env", f"UCX_TLS={transport}"]
+    command = [*setting, sys.executable, "-m", "pdserve.bench.kv_pull_nodes", "read", *numbers]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     if ran.returncode != 0:
         raise TransferFailed(f"the pull over {transport} failed with {ran.returncode}: {ran.stderr.strip()[-500:]}")
-    times = msgspec.json.decode(ran.stdout.splitlines()[-1], type=list[PullTime])
-    return [_row(name, transport, time) for time in times]
+    times = json.loads(ran.stdout.splitlines()[-1])
+    return [_row(name, transport, PullTime(**time)) for time in times]
 
 
 def _row(layout: str, transport: str, time: PullTime) -> PullRow:
@@ -85,7 +80,7 @@ def _row(layout: str, transport: str, time: PullTime) -> PullRow:
 
 
 def print_rows(rows: Sequence[PullRow], console: Console) -> None:
-    table = Table("layout", "UCX_TLS", "blocks", "MB", "NIXL READ GB/s", "copy GB/s", "READ / copy")
+    table = Table("layout", "UCX_TLS", "blocks", "MB", "READ GB/s", "copy GB/s", "share")
     for row in rows:
         table.add_row(
             row.layout,
@@ -106,7 +101,7 @@ def main() -> None:
     rows = measure_kv_pull()
     print_rows(rows, Console(stderr=given.json == "-"))
     if given.json:
-        encoded = msgspec.json.format(msgspec.json.encode(rows)).decode()
+        encoded = json.dumps([asdict(row) for row in rows], indent=2)
         if given.json == "-":
             print(encoded)
         else:

@@ -6,6 +6,7 @@ Started by kv_pull.py; what they print on standard output is for it alone.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import select
 import statistics
@@ -13,8 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -27,7 +28,8 @@ PEER = PeerId("bench/0")
 NUM_REPEATS = 5
 
 
-class PullTime(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PullTime:
     """Medians over NUM_REPEATS of reading, and of copying within a process, the same number of blocks."""
 
     num_blocks: int
@@ -108,7 +110,7 @@ def read(num_blocks: int, block_bytes: int, counts: list[int]) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as source:
         assert source.stdout is not None
         reader = _Reader(num_blocks, block_bytes, bytes.fromhex(source.stdout.readline()))
-        print(msgspec.json.encode([reader.time_pull(count) for count in counts]).decode(), flush=True)
+        print(json.dumps([asdict(reader.time_pull(count)) for count in counts]), flush=True)
         reader.transport.close()
 
 

@@ -6,16 +6,18 @@ have a socket each, so that neither waits for the other.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
+
+from pdserve.errors import NotReady
 
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
@@ -70,20 +72,42 @@ class RankChannel(Generic[Received, Sent]):
 
 
 class FrontChannel(Generic[Received, Sent]):
-    """The front's end, for asyncio."""
+    """The front's end, on its event loop. `listen` once, then each message is handed to its callback, in order."""
 
     def __init__(self, endpoint: str, received: object) -> None:
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         _set_options(self._socket, linger_ms=0)
         self._socket.bind(endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(received)
+        self._on_message: Callable[[Received], None] | None = None
 
-    async def send(self, message: Sent) -> None:
-        await self._socket.send(self._encoder.encode(message))
+    def listen(self, on_message: Callable[[Received], None]) -> None:
+        """Call `on_message` for whatever comes, from now on."""
+        self._on_message = on_message
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket.fileno(), self._drain)
+        loop.call_soon(self._drain)
 
-    async def receive(self) -> Received:
-        return self._decoder.decode(await self._socket.recv())
+    def send(self, message: Sent) -> None:
+        """Queued at once. Raises NotReady when the rank has taken nothing for very long."""
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise NotReady(f"the rank leaves {_HIGH_WATER} messages unread") from None
+        # The descriptor tells of news once, and a send may have swallowed that: look for oneself.
+        asyncio.get_running_loop().call_soon(self._drain)
+
+    def _drain(self) -> None:
+        while self._on_message is not None and not self._socket.closed:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_message(self._decoder.decode(frame))
 
     def close(self) -> None:
+        if self._on_message is not None:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._on_message = None
         self._socket.close()

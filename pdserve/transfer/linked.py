@@ -90,6 +90,7 @@ class LinkedTransport(Generic[Handle]):
 
     @property
     def num_open_handles(self) -> int:
+        """Handles of reads that were posted and not seen done."""
         return sum(link.num_open_handles for link in self._links.values())
 
     def submit(self, command: Command) -> None:

@@ -6,6 +6,9 @@ What it relies on was measured with NIXL 1.5.1 (spec: measured):
 - `check_xfer_state` says DONE, PROC, or raises; a dead peer raises nixlRemoteDisconnectError from every handle.
 - Dropping the last reference to the native agent destroys it, and no byte lands after that. Handles and descriptor
   lists keep it alive, so they have to go first.
+- Over tcp that end can take the other side with it: UCX aborts a process ("unexpected error: Endpoint timeout") that
+  is just sending what a READ asked for. 5 of 20 cuts in the middle of READs did so to a source that polled each
+  millisecond, and every cut to one that did not poll. So let reads go quiet before closing; a cut is a last resort.
 - The Python agent locks nothing (sync mode "none"): one thread for all of it.
 """
 

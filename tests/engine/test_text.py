@@ -132,7 +132,9 @@ class TestJoinedTextIsTheDecodedText:
 
         continuation_byte = bytewise.encode("€")[-1:]
         special = bytewise.encode(SPECIAL)
-        token_ids = bytewise.encode("hello あ€😀" * 30) + continuation_byte * 200 + special * 200 + bytewise.encode("end")
+        token_ids = (
+            bytewise.encode("hello あ€😀" * 30) + continuation_byte * 200 + special * 200 + bytewise.encode("end")
+        )
         detokenizer = Detokenizer(Widest())
         sent = "".join(detokenizer.push([token]) for token in token_ids) + detokenizer.flush()
         assert sent == bytewise.decode(token_ids)

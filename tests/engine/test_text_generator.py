@@ -145,9 +145,7 @@ class TestOneSample:
         await source.feed("r", words("axy"), words("", ABORT))
         assert [chunk.text for chunk in await reading] == ["a", "xy"]
 
-    async def test_stop_strings_wait_for_min_new_tokens(
-        self, source: ScriptedSource, generator: TextGenerator
-    ) -> None:
+    async def test_stop_strings_wait_for_min_new_tokens(self, source: ScriptedSource, generator: TextGenerator) -> None:
         reading = asyncio.ensure_future(all_of(generator.generate(a_request(stop=("x",), min_new_tokens=2))))
         await source.feed("r", words("xx"), words("ax"))
         assert "".join(chunk.text for chunk in await reading) == "xxa"

@@ -92,9 +92,12 @@ def test_a_hanging_peer_is_waited_for_until_it_is_cut(bench: Bench) -> None:
     bench.reader.seen.clear()
     for _ in range(100):
         bench.reader.poll()
-    assert (bench.reader.seen, bench.reader.transport.num_open_reads) == ([], 1)
-    bench.reader.transport.submit(CutPeer(PEER))
+    transport = bench.reader.transport
+    assert isinstance(transport, LoopbackTransport)
+    assert (bench.reader.seen, transport.num_open_reads, transport.num_open_handles) == ([], 1, 1)
+    transport.submit(CutPeer(PEER))
     bench.reader.poll()
+    assert (transport.num_open_reads, transport.num_open_handles) == (0, 0)
     assert bench.reader.seen == [ReadFailed(ReadId(1), "cut off", is_quiet=True), PeerLost(PEER, "cut off")]
 
 
