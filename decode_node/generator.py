@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
@@ -74,6 +75,7 @@ class Answer:
         counters: Counter[str],
     ) -> None:
         self._request = request
+        self._deadline = None if request.time_left_s is None else time.monotonic() + request.time_left_s
         self._rank = rank
         self._peers = peers
         self._handoffs = handoffs
@@ -94,7 +96,8 @@ class Answer:
                 match message:
                     case Reserved():
                         assert self._peer is not None
-                        self._handoff = self._handoffs.start(self._peer, message, self._request)
+                        time_left_s = self._deadline and self._deadline - time.monotonic()
+                        self._handoff = self._handoffs.start(self._peer, message, self._request, time_left_s)
                     case FirstToken():
                         yield self._on_first_token(message)
                     case HandoffFailed():

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,18 +115,19 @@ class Handoff:
 
     async def _follow(self, call: Call) -> None:
         """Until committed: handle what comes, renew in between, give up after too long without progress."""
-        deadline = time.monotonic() + self._timeout_s
+        give_up_at = time.monotonic() + self._timeout_s
+        renew_at = time.monotonic() + self._renew_s
         while not self._is_committed:
-            try:
-                message = await asyncio.wait_for(self._inbox.get(), self._renew_s)
-            except TimeoutError:
-                await self._renew(call)
-            else:
+            with suppress(TimeoutError):
+                message = await asyncio.wait_for(self._inbox.get(), min(renew_at, give_up_at) - time.monotonic())
                 if self._is_progress(message):
-                    deadline = time.monotonic() + self._timeout_s
+                    give_up_at = time.monotonic() + self._timeout_s
                 await self._handle(call, message)
-            if time.monotonic() > deadline:
-                raise TransferFailed(f"no progress for {self._timeout_s:.0f} s at {self._peer.target}")
+            if time.monotonic() >= renew_at:
+                await self._renew(call)
+                renew_at = time.monotonic() + self._renew_s
+            if time.monotonic() >= give_up_at:
+                raise TransferFailed(f"no progress for {self._timeout_s:g} s at {self._peer.target}")
 
     def _is_progress(self, message: object) -> bool:
         """News of any kind counts, a repeated Progress does not."""
@@ -231,7 +233,9 @@ class Handoffs:
         self._live: dict[TransferId, Handoff] = {}
         self.counters: Counter[str] = Counter()
 
-    def start(self, peer: Peer, transfer: Reserved, request: TokenRequest) -> asyncio.Task[None]:
+    def start(
+        self, peer: Peer, transfer: Reserved, request: TokenRequest, time_left_s: float | None
+    ) -> asyncio.Task[None]:
         """Begin; FirstToken and HandoffFailed go into the request's inbox. Cancel the task to give it up."""
         handoff = Handoff(
             peer,
@@ -250,6 +254,7 @@ class Handoffs:
             sampling=request.sampling,
             num_cached_tokens=transfer.num_cached_tokens,
             fingerprint=self._fingerprint,
+            time_left_s=time_left_s,
         )
         return asyncio.create_task(self._run(handoff, start, peer, transfer))
 

@@ -1,4 +1,4 @@
-"""`pdserve demo`: six prompts through a prefill and a decode node, the same through one fused node, and the comparison."""
+"""`pdserve demo`: six prompts through a prefill and a decode node, then through one fused node, and the comparison."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -158,23 +159,30 @@ def moved(client: Client) -> tuple[int, int]:
 
 def table(run: Sequence[Asked], has_transfers: bool) -> Table:
     """One row a prompt."""
-    result = Table("prompt", "tokens in", "out", "prefilled", title_justify="left")
+    result = Table("prompt", "in", "out", "prefilled", box=SIMPLE, padding=(0, 1, 0, 0))
     if has_transfers:
-        result.add_column("KV moved", justify="right")
+        result.add_column("KV MiB", justify="right")
+        result.add_column("transfers", justify="right")
     for name in ("TTFT", "ITL p50", "ITL max"):
         result.add_column(name, justify="right")
     for asked in run:
         answer = asked.answer
-        transfers = [f"{asked.kv_bytes / MIB:.1f} MiB in {asked.kv_transfers}"] if has_transfers else []
+        transfers = [f"{asked.kv_bytes / MIB:.1f}", str(asked.kv_transfers)] if has_transfers else []
         result.add_row(
             asked.prompt.title,
             str(answer.usage.num_prompt_tokens),
             str(answer.usage.num_completion_tokens),
-            answer.placement,
+            where(answer.placement),
             *transfers,
             *(milliseconds(seconds) for seconds in (answer.ttft_s, answer.itl_p50_s, answer.itl_max_s)),
         )
     return result
+
+
+def where(placement: str) -> str:
+    """Which node computed the prompt, in a word or two; why, where it was the one that answered."""
+    side, _, detail = placement.partition(";")
+    return "prefill node" if side == "remote" else f"here ({detail.removeprefix('reason=')})"
 
 
 def not_remote(pair: Sequence[Asked]) -> list[str]:

@@ -21,6 +21,8 @@ from pdserve.config.environment import without_settings
 from pdserve.errors import StartupError
 
 POLL_S = 0.2
+# Asks the kernel for SIGTERM when its parent dies, however it dies (prctl, PR_SET_PDEATHSIG), and becomes the node.
+ENDS_WITH_US = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, sys.argv[1:])"
 # What a node gets beyond its drain, first to end in order and then to end at once.
 ENDING_S = 15.0
 
@@ -31,9 +33,9 @@ class NodeProcess:
     def __init__(self, args: ServerArgs, log: IO[bytes] | None = None) -> None:
         """args: settings with a port of their own. log: where its output goes; None = where ours goes."""
         self.args = args
-        command = [sys.executable, "-m", MODULES[args.role], *args.command_line()]
+        node = [sys.executable, "-m", MODULES[args.role], *args.command_line()]
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-c", ENDS_WITH_US, *node],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

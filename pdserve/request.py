@@ -107,13 +107,15 @@ class TokenLogprobs:
 class TokenRequest:
     """One answer to compute: what the engine is asked for. A caller's `n` samples are n of these.
 
-    prompt: token ids. priority: smaller goes first, equal keeps the order of arrival.
+    prompt: token ids. priority: smaller goes first, equal keeps the order of arrival. time_left_s: until the caller's
+    deadline, as of its arrival; None without one.
     """
 
     request_id: RequestId
     prompt: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
+    time_left_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

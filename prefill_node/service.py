@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +25,15 @@ from pdserve.engine.messages import (
     RenewLease,
     RevokeLease,
 )
-from pdserve.errors import InvalidRequest, PeerMismatch, ProtocolError, RequestIdInUse, TransferFailed, named
+from pdserve.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    PeerMismatch,
+    ProtocolError,
+    RequestIdInUse,
+    TransferFailed,
+    named,
+)
 from pdserve.request import PREFILL_ONLY, LeaseId, RequestId, TokenRequest
 from pdserve.rpc.handoff import (
     Accepted,
@@ -107,8 +116,11 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
             inbox = self.rank.open(request, PREFILL_ONLY, start.num_cached_tokens)
             self._queue[handoff.lease_id] = None
             reader = asyncio.create_task(self._read(requests, inbox))
+            deadline = None if start.time_left_s is None else time.monotonic() + start.time_left_s
             while not handoff.is_over:
                 said = await self._next(handoff, inbox)
+                if deadline is not None and time.monotonic() > deadline:
+                    raise DeadlineExceeded("the caller's deadline passed before the handoff was complete")
                 if said is not None:
                     yield encode_to_decode(said)
         finally:

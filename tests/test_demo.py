@@ -27,11 +27,12 @@ def test_the_demo_fails_where_the_decode_node_prefilled() -> None:
     ]
 
 
-def test_the_demo_s_table_shows_bytes_and_transfers() -> None:
+def test_the_demo_s_table_shows_where_and_what_was_moved() -> None:
     text = io.StringIO()
-    Console(file=text, width=140).print(demo.table([answer((1, 2))], has_transfers=True))
-    assert "2.0 MiB in 1" in text.getvalue()
-    assert "remote;peer=127.0.0.1:1" in text.getvalue()
+    Console(file=text, width=80).print(demo.table([answer((1, 2)), answer((1,), "local;reason=fused")], True))
+    first, second = (line.split() for line in text.getvalue().splitlines() if "title" in line)
+    assert first == ["title", "70", "2", "prefill", "node", "2.0", "1", "100", "ms", "20", "ms", "20", "ms"]
+    assert second[3:5] == ["here", "(fused)"]
 
 
 def test_the_demo_asks_six_prompts_one_of_them_long() -> None:

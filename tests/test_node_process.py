@@ -11,13 +11,15 @@ from pdserve.config import Role, ServerArgs
 from pdserve.errors import StartupError
 
 STUB = """
-import pathlib, signal, sys, time
+import os, pathlib, signal, sys, time
 name = sys.argv[1]
 if name == "dies":
     print("said before it died")
     sys.exit(7)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if name == "stays" else signal.SIG_DFL)
-pathlib.Path(name + ".started").touch()
+started = pathlib.Path(name + ".starting")
+started.write_text(str(os.getpid()))
+started.rename(name + ".started")
 time.sleep(600)
 """
 
@@ -66,6 +68,31 @@ def test_a_node_is_ended_whatever_it_does_with_the_signal(stub: Path, name: str,
     node.end()
     assert node.exit_status == status
     node.end()
+
+
+def test_a_node_ends_when_its_parent_is_killed(stub: Path) -> None:
+    program = (
+        "import time; from pdserve import node_process; from pdserve.config import Role, ServerArgs;"
+        "node_process.MODULES = dict.fromkeys(Role, 'stub_node');"
+        "node_process.NodeProcess(ServerArgs(model='works', port=1)); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    wait_for(stub / "works.started")
+    child = int((stub / "works.started").read_text())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while is_running(child):
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+def is_running(pid: int) -> bool:
+    """A zombie that its new parent hasn't buried yet has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_when_one_node_dies_the_other_is_ended_and_the_dead_one_named(

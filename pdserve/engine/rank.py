@@ -107,23 +107,28 @@ class RankLoop:
 
     def run(self) -> None:
         """Rounds until Stop. A round that could run nothing waits for a message or an event: only they change that."""
-        could_run = True
+        has_changed = True
         while not self._is_stopping:
-            self._receive(wait=not could_run)
-            could_run = self.run_round()
+            self._receive(wait=not has_changed)
+            has_changed = self.run_round()
 
     def run_round(self) -> bool:
-        """One round; False if there was nothing to run."""
+        """One round; False if it changed nothing, so that the next would be the same."""
         plan = self._scheduler.plan(PlanOptions())
         self._announce_plan(plan)
         if plan.batch_size:
             result = self._runner.execute(plan)
             self._collect_prompt_logprobs(result)
             self._carry_out(self._scheduler.advance([StepDone(plan.round_id, result.tokens)]), result)
-        if self._transport is not None:
-            self._carry_out(self._scheduler.advance(self._transport.events()))
+        has_events = self._advance_transport()
         self._flush()
-        return plan.batch_size > 0
+        return has_events or plan.batch_size > 0 or bool(plan.failed)
+
+    def _advance_transport(self) -> bool:
+        """Tell the scheduler what the transport thread saw; False if it saw nothing."""
+        events = self._transport.events() if self._transport is not None else []
+        self._carry_out(self._scheduler.advance(events))
+        return bool(events)
 
     # ------------------------------------------------------------ in
 
@@ -143,8 +148,7 @@ class RankLoop:
                     self._on_ask_load(message)
                 case Stop():
                     self._is_stopping = True
-        if wait and self._transport is not None:
-            self._carry_out(self._scheduler.advance(self._transport.events()))
+        self._advance_transport()
         self._flush()
 
     def _on_submit(self, message: Submit) -> None:

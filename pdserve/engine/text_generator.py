@@ -146,7 +146,7 @@ def split_samples(request: GenerateRequest) -> tuple[TokenRequest, ...]:
         sampling = replace(request.sampling, sample_index=index)
         if index > 0:
             sampling = replace(sampling, prompt_logprobs=None)
-        token_requests.append(TokenRequest(request_id, request.prompt, sampling, request.priority))
+        token_requests.append(TokenRequest(request_id, request.prompt, sampling, request.priority, request.time_left_s))
     return tuple(token_requests)
 
 
