@@ -57,9 +57,10 @@ class RemotePrefillTokens:
     async def abort(self, request_id: RequestId) -> bool:
         return self._rank.abort(request_id)
 
-    async def loads(self) -> list[RankLoad]:
-        load = await self._rank.load()
-        return [replace(load, counters={**load.counters, **self._counters, **self._handoffs.counters})]
+    async def loads(self, *, check_integrity: bool = False) -> list[RankLoad]:
+        load = await self._rank.load(check_integrity=check_integrity)
+        own = {**self._counters, **self._handoffs.counters, "num_ready_peers": self._peers.num_ready}
+        return [replace(load, counters={**load.counters, **own})]
 
 
 class Answer:

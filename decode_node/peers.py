@@ -90,6 +90,11 @@ class PeerTable:
         peer.outstanding_tokens += num_tokens
         return peer
 
+    @property
+    def num_ready(self) -> int:
+        """Peers that may be chosen now."""
+        return sum(peer.state is PeerState.READY for peer in self.peers)
+
     def why_none(self) -> PeerError:
         """Why no peer can be had."""
         if not self.peers:

@@ -137,12 +137,13 @@ async def _serve_rank(site: Site, build: Build, stop: _Signals) -> None:
 async def _background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Future[Any]]:
     """Runs for as long as the block; the future is done when any of it ended, which none of it should."""
     tasks = [asyncio.create_task(coroutine) for coroutine in work]
+    any_ended = asyncio.create_task(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
     try:
-        yield asyncio.gather(*tasks)
+        yield any_ended
     finally:
-        for task in tasks:
+        for task in (*tasks, any_ended):
             task.cancel()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
+        for result in await asyncio.gather(*tasks, any_ended, return_exceptions=True):
             if isinstance(result, Exception):
                 log.error("background work failed: the node ends", exc_info=result)
 

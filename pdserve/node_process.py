@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pdserve.client import Client
 from pdserve.config import MODULES, ServerArgs
 from pdserve.config.environment import without_settings
 from pdserve.errors import StartupError
@@ -30,8 +31,13 @@ ENDING_S = 15.0
 class NodeProcess:
     """One node in a process (group) of its own, so that a Ctrl-C reaches it only through us."""
 
-    def __init__(self, args: ServerArgs, log: IO[bytes] | None = None) -> None:
-        """args: settings with a port of their own. log: where its output goes; None = where ours goes."""
+    def __init__(
+        self, args: ServerArgs, log: IO[bytes] | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """args: settings with a port of their own. log: where its output goes; None = where ours goes.
+
+        environment: what it gets beside our variables, such as UCX_TLS.
+        """
         self.args = args
         node = [sys.executable, "-m", MODULES[args.role], *args.command_line()]
         self._process = subprocess.Popen(
@@ -39,13 +45,17 @@ class NodeProcess:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=without_settings(),
+            env={**without_settings(), **(environment or {})},
             start_new_session=True,
         )
 
     @property
     def name(self) -> str:
         return f"{self.args.role} node on {self.args.address}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def has_ended(self) -> bool:
@@ -56,7 +66,7 @@ class NodeProcess:
         """As of Popen: negative for a signal; None while it runs."""
         return self._process.poll()
 
-    def is_ready(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether its health service says SERVING."""
         with grpc.insecure_channel(self.args.address) as channel:
             try:
@@ -64,6 +74,14 @@ class NodeProcess:
             except grpc.RpcError:
                 return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def has_its_peers(self) -> bool:
+        """Whether it can read the memory of each of its prefill nodes; until then it would compute prompts itself."""
+        if not self.args.prefill_peers:
+            return True
+        with Client(self.args.address, timeout_s=5.0) as client:
+            num_ready = sum(load.counters.get("num_ready_peers", 0) for load in client.loads())
+        return num_ready == len(self.args.prefill_peers)
 
     def ask_to_stop(self) -> None:
         """SIGTERM: the first drains, a second ends at once."""
@@ -86,7 +104,7 @@ class NodeProcess:
 
 
 def wait_until_ready(nodes: Sequence[NodeProcess], on_ready: Callable[[NodeProcess], None]) -> None:
-    """Returns when every node serves; calls on_ready for each as it does.
+    """Returns when every node serves and is connected to its peers; calls on_ready for each as it does.
 
     Raises StartupError when one ends before, or isn't ready within its own start-up timeout.
     """
@@ -99,7 +117,7 @@ def wait_until_ready(nodes: Sequence[NodeProcess], on_ready: Callable[[NodeProce
             if time.monotonic() > deadlines[node.name]:
                 limit = f"{node.args.startup_timeout_s:g} s"
                 raise StartupError(f"the {node.name} isn't ready after {limit}; raise --startup-timeout-s")
-            if node.is_ready():
+            if node.is_serving() and node.has_its_peers():
                 waiting.remove(node)
                 on_ready(node)
         time.sleep(POLL_S)

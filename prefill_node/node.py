@@ -62,5 +62,5 @@ class NotTheFrontDoor:
     async def abort(self, request_id: RequestId) -> bool:
         return False
 
-    async def loads(self) -> list[RankLoad]:
-        return await self._tokens.loads()
+    async def loads(self, *, check_integrity: bool = False) -> list[RankLoad]:
+        return await self._tokens.loads(check_integrity=check_integrity)

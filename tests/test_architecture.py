@@ -43,7 +43,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "pdserve.bench": COMMAND,
     # What the three roles' programs share.
     "pdserve.node": (*NODE, "pdserve.engine", "pdserve.rpc", "pdserve.v1"),
-    "pdserve.node_process": ("pdserve.config", "pdserve.errors"),
+    "pdserve.node_process": ("pdserve.config", "pdserve.errors", "pdserve.client"),
     "pdserve.demo_prompts": (),
     "pdserve.commands": COMMAND,
     "pdserve.doctor": COMMAND,

@@ -114,9 +114,10 @@ class AsyncClient:
     async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         return wire.decode_server(await self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest(), timeout_s))
 
-    async def loads(self, *, timeout_s: float | None = None) -> tuple[RankLoad, ...]:
-        """What each rank of the node has on its hands."""
-        return decode_loads(await self._call(self._stub.GetLoads, pb.GetLoadsRequest(), timeout_s))
+    async def loads(self, *, check_integrity: bool = False, timeout_s: float | None = None) -> tuple[RankLoad, ...]:
+        """What each rank of the node has on its hands. check_integrity: InternalError where its tables disagree."""
+        request = pb.GetLoadsRequest(check_integrity=check_integrity)
+        return decode_loads(await self._call(self._stub.GetLoads, request, timeout_s))
 
     def _start(
         self,

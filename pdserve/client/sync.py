@@ -111,9 +111,10 @@ class Client:
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         return wire.decode_server(self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest(), timeout_s))
 
-    def loads(self, *, timeout_s: float | None = None) -> tuple[RankLoad, ...]:
-        """What each rank of the node has on its hands."""
-        return decode_loads(self._call(self._stub.GetLoads, pb.GetLoadsRequest(), timeout_s))
+    def loads(self, *, check_integrity: bool = False, timeout_s: float | None = None) -> tuple[RankLoad, ...]:
+        """What each rank of the node has on its hands. check_integrity: InternalError where its tables disagree."""
+        request = pb.GetLoadsRequest(check_integrity=check_integrity)
+        return decode_loads(self._call(self._stub.GetLoads, request, timeout_s))
 
     def _start(
         self,

@@ -273,5 +273,5 @@ class LocalTokens:
     async def abort(self, request_id: RequestId) -> bool:
         return self._rank.abort(request_id)
 
-    async def loads(self) -> list[RankLoad]:
-        return [await self._rank.load()]
+    async def loads(self, *, check_integrity: bool = False) -> list[RankLoad]:
+        return [await self._rank.load(check_integrity=check_integrity)]

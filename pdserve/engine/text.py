@@ -143,11 +143,7 @@ class Detokenizer:
                     self._text = self._decode(self._window)
                     self._num_context, self._num_passed_on = cut - start, len(context)
                     return new
-        if size - self._num_context < _UNSETTLED_TOKENS + _CHARACTER_TOKENS:
-            return ""  # a character may be on its way that makes sense of it all
-        new = self.flush()
-        self._restart_window()
-        return new
+        return ""  # within an unfinished character: the next tokens bring a cut
 
     def _may_cut(self, start: int, cut: int) -> bool:
         """Whether the tokens before `cut` are final and [start, cut) is context enough for those from it on.

@@ -42,8 +42,8 @@ class TokenSource(Protocol):
     async def abort(self, request_id: RequestId) -> bool:
         """Let a live request's stream end with finish reason `abort`; False if no such request lives."""
 
-    async def loads(self) -> Sequence[RankLoad]:
-        """What each rank has on its hands now."""
+    async def loads(self, *, check_integrity: bool = False) -> Sequence[RankLoad]:
+        """What each rank has on its hands now. check_integrity: InternalError where a rank's own tables disagree."""
 
 
 @dataclass(slots=True)
@@ -102,9 +102,9 @@ class TextGenerator:
             await self._source.abort(token_request.request_id)
         return True
 
-    async def loads(self) -> Sequence[RankLoad]:
+    async def loads(self, *, check_integrity: bool = False) -> Sequence[RankLoad]:
         """What each rank has on its hands now."""
-        return await self._source.loads()
+        return await self._source.loads(check_integrity=check_integrity)
 
     async def _sample(self, answer: _Answer, index: int) -> AsyncGenerator[GenerateChunk, None]:
         """One sample's chunks, up to its finish; its token stream is closed before the last of them."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pdserve.model.adjustments import Adjustments
@@ -75,7 +74,7 @@ class Sampler:
     def _choose(self, logits: Tensor, slots: Ints, output_positions: Ints) -> Ints:
         temperature = self._temperature[slots]
         random = np.flatnonzero(temperature > 0)
-        tokens: Ints = torch.argmax(logits, dim=1).numpy()
+        tokens: Ints = logits.numpy().argmax(axis=1)  # many times faster than torch's
         if len(random):
             at = slots[random]
             filters = Filters(temperature[random], self._top_k[at], self._top_p[at], self._min_p[at])

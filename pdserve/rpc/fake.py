@@ -74,7 +74,7 @@ class EchoGenerator:
             aborted.set()
         return aborted is not None
 
-    async def loads(self) -> Sequence[RankLoad]:
+    async def loads(self, *, check_integrity: bool = False) -> Sequence[RankLoad]:
         return (RankLoad(0, len(self._aborts), 0, 0, 64, 3, 5, counters={"rounds": len(self.requests)}),)
 
     def _chunk(self, request: GenerateRequest, index: int, position: int, *, is_aborted: bool) -> GenerateChunk:

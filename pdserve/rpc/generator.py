@@ -20,8 +20,8 @@ class Generator(Protocol):
     async def abort(self, request_id: RequestId) -> bool:
         """End a live request with finish reason `abort`; False if no such request lives."""
 
-    async def loads(self) -> Sequence[RankLoad]:
-        """What each rank has on its hands now."""
+    async def loads(self, *, check_integrity: bool = False) -> Sequence[RankLoad]:
+        """What each rank has on its hands now. check_integrity: InternalError where a rank's own tables disagree."""
 
 
 class Tokenizer(Protocol):

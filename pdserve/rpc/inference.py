@@ -106,7 +106,7 @@ class InferenceServicer:
         return pb.GetServerInfoResponse(version=__version__, uptime_s=uptime_s, settings=self._settings)
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
-        return codec.encode_loads(await self._generator.loads())
+        return codec.encode_loads(await self._generator.loads(check_integrity=request.check_integrity))
 
     async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
         match request.WhichOneof("input"):

@@ -110,7 +110,7 @@ class Residents:
         self._give_back_slot(request)
         request.route = FUSED
         request.blocks = []
-        request.num_computed = request.num_published = request.num_told_blocks = 0
+        request.num_computed = 0
         self.enqueue(request)
 
     def retire(self, request: Tracked) -> None:

@@ -289,8 +289,10 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("check_integrity",)
+    CHECK_INTEGRITY_FIELD_NUMBER: _ClassVar[int]
+    check_integrity: bool
+    def __init__(self, check_integrity: _Optional[bool] = ...) -> None: ...
 
 class RankLoad(_message.Message):
     __slots__ = ("rank", "num_running", "num_waiting", "num_waiting_uncached_tokens", "num_blocks", "num_held_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_live_leases", "num_open_transfers", "counters")

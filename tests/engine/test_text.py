@@ -122,23 +122,27 @@ class TestJoinedTextIsTheDecodedText:
         assert "\ufffd" not in sent
         assert text.startswith(sent)
 
-    def test_a_long_answer_is_decoded_in_short_windows(self, bytewise: HfTokenizer) -> None:
-        class Widest:
-            size = 0
+    @pytest.mark.parametrize("kind", ["bytewise", "fallback"])
+    @pytest.mark.parametrize("unsettled", ["\ufffd", "wrong byte", SPECIAL])
+    def test_a_long_answer_is_decoded_in_short_windows(
+        self, kind: str, unsettled: str, request: pytest.FixtureRequest
+    ) -> None:
+        tokenizer: HfTokenizer = request.getfixturevalue(kind)
+        widest = 0
 
+        class Measured:
             def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-                Widest.size = max(Widest.size, len(token_ids))
-                return bytewise.decode(token_ids, skip_special_tokens=skip_special_tokens)
+                nonlocal widest
+                widest = max(widest, len(token_ids))
+                return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-        continuation_byte = bytewise.encode("€")[-1:]
-        special = bytewise.encode(SPECIAL)
-        token_ids = (
-            bytewise.encode("hello あ€😀" * 30) + continuation_byte * 200 + special * 200 + bytewise.encode("end")
-        )
-        detokenizer = Detokenizer(Widest())
+        wrong_byte = tokenizer.encode("€")[-1:]
+        run = wrong_byte if unsettled == "wrong byte" else tokenizer.encode(unsettled)
+        token_ids = tokenizer.encode("hello あ€😀" * 20) + tokenizer.encode(" ") + run * 100 + tokenizer.encode("end")
+        detokenizer = Detokenizer(Measured())
         sent = "".join(detokenizer.push([token]) for token in token_ids) + detokenizer.flush()
-        assert sent == bytewise.decode(token_ids)
-        assert Widest.size < 32
+        assert sent == tokenizer.decode(token_ids)
+        assert widest < 32
 
 
 class TestStopStrings:

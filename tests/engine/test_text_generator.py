@@ -61,7 +61,7 @@ class ScriptedSource:
         self.steps[request_id].put_nowait(TokenDelta((), finish=ABORT))
         return True
 
-    async def loads(self) -> Sequence[RankLoad]:
+    async def loads(self, *, check_integrity: bool = False) -> Sequence[RankLoad]:
         return [RankLoad(0, 1, 0, 0, 8, 2, 0)]
 
     async def feed(self, request_id: str, *steps: TokenDelta | Exception | None) -> None:

@@ -228,11 +228,12 @@ def test_a_prompt_that_lacks_blocks_is_overtaken_in_64_rounds_and_no_more() -> N
 
 
 def test_a_starved_prompt_is_not_overtaken_even_by_those_who_need_no_tokens() -> None:
-    world = starved_world(200)
+    world = starved_world(140)
     while world.scheduler._residents.by_id[RequestId("big")].num_passed_over < MAX_PASSED_OVER:
         world.round()
     world.submit("before", range(40, 53), 1, priority=-1)
     world.submit("peer", [1, 2, 3], 1, route=DECODE_ONLY)
+    assert world.scheduler.num_waiting < MAX_CANDIDATES, "the last of the queue is looked at"
     plan = world.round()
     assert [row.request_id for row in plan.prefill] == ["before"]
     assert not plan.prefill[0].samples, "its chunk fills the round, so that big cannot even be tried"

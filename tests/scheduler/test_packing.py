@@ -70,6 +70,14 @@ def test_what_is_left_of_a_round_but_less_than_a_block_is_left_unused() -> None:
     assert shares(world.round()) == {"long": (0, 10), "short": (0, 2)}
 
 
+def test_a_truncated_prompt_is_the_last_though_a_shorter_one_would_fit_beside_it() -> None:
+    world = world_of(max_scheduled_tokens=15)
+    world.submit("long", range(25))
+    world.submit("short", [40, 41])
+    assert shares(world.round()) == {"long": (0, 12)}
+    assert shares(world.round()) == {"long": (12, 25), "short": (0, 2)}
+
+
 def test_an_incomplete_prefill_keeps_the_head_of_line() -> None:
     world = world_of(num_blocks=64, max_model_len=128)
     world.submit("long", range(60))
@@ -164,9 +172,9 @@ def test_mixed_the_reserve_is_a_setting() -> None:
 
 @pytest.mark.parametrize("what", ["nothing", "no slot", "gate", "peer"])
 def test_mixed_nothing_is_reserved_where_no_prefill_could_use_it(what: str) -> None:
-    num_slots = 8 if what == "no slot" else 9
+    num_slots = 8 if what == "no slot" else 10
     world = decoding_world(
-        8, enable_mixed_batch=True, max_batch_size=num_slots, max_scheduled_tokens=9, max_outstanding_transfers=1
+        8, enable_mixed_batch=True, max_batch_size=num_slots, max_scheduled_tokens=10, max_outstanding_transfers=1
     )
     if what == "peer":
         world.submit("reserved", range(50, 60), route=DECODE_ONLY)

@@ -35,7 +35,7 @@ class Walk:
                 max_batch_size=choice([1, 2, 3, 5]),
                 max_scheduled_tokens=choice([8, 11, 16]),
                 enable_mixed_batch=choice([False, True]),
-                answer_headroom=choice([0, 4, 64]),
+                answer_headroom=choice([0, 0, 64]),
                 max_outstanding_transfers=choice([None, 1, 3]),
                 prefill_watermark=choice([None, 9, 5]),
             )

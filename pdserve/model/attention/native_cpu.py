@@ -94,10 +94,11 @@ def _cpu() -> str:
 def _openmp() -> str:
     """The OpenMP runtime this process has loaded (torch's), to link against; the compiler's own if none is found."""
     try:
-        mapped = Path("/proc/self/maps").read_text().split()
+        lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return "-lgomp"
-    return next((path for path in mapped if Path(path).name.startswith("libgomp")), "-lgomp")
+    paths = (line.split(maxsplit=5)[-1] for line in lines)
+    return next((path for path in paths if Path(path).name.startswith("libgomp")), "-lgomp")
 
 
 # ---------------------------------------------------------------- calling
@@ -152,7 +153,11 @@ class NativeAttention:
                 f"the kernel takes float32 KV, head_dim up to {MAX_HEAD_DIM} and {MAX_LINES} query heads a kv head; "
                 f"the model has {layout.dtype}, {layout.head_dim} and {self._group}"
             )
-        self._run = ctypes.CDLL(str(build_library(cache_dir, compiler))).pdserve_paged_attention
+        library = build_library(cache_dir, compiler)
+        try:
+            self._run = ctypes.CDLL(str(library)).pdserve_paged_attention
+        except (OSError, AttributeError) as error:
+            raise NativeUnavailable(f"{library} cannot be loaded, delete it to have it built again: {error}") from error
         self._run.argtypes, self._run.restype = [ctypes.POINTER(_Call)], None
         self._call = _Call(
             slab=storage.data_ptr,

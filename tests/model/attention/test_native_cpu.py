@@ -49,6 +49,12 @@ def test_the_kernel_is_built_once(kernel_cache: Path) -> None:
     assert list(directory.iterdir()) == [library]
 
 
+def test_a_damaged_library_is_named(tmp_path: Path) -> None:
+    build_library(tmp_path).write_bytes(b"not a library")
+    with pytest.raises(NativeUnavailable, match=r"\.so cannot be loaded, delete it"):
+        NativeAttention(storage_of(), 2, tmp_path)
+
+
 def test_one_openmp_runtime_lives_in_the_process(kernel_cache: Path) -> None:
     NativeAttention(storage_of(), 2, kernel_cache / "native")
     names = {Path(path).name for path in Path("/proc/self/maps").read_text().split() if "gomp" in path}

@@ -1,0 +1,28 @@
+"""What the kernel says of processes on this machine (proc(5))."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def children(pid: int) -> list[int]:
+    """Its living child processes; none if it has ended."""
+    try:
+        words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [int(word) for word in words if is_running(int(word))]
+
+
+def is_running(pid: int) -> bool:
+    """A zombie that nobody has buried yet has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of its own that it has touched: files it maps, such as libraries, are left out."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024

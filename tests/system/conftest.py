@@ -1,0 +1,111 @@
+"""A tiny model with random weights, and the nodes that tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+
+from pdserve.config import Role
+from tests.system.nodes import Node, Nodes
+
+transformers = pytest.importorskip("transformers")
+
+NUM_BYTES = 256
+EOS, VOCAB_SIZE = NUM_BYTES, 288
+TINY_LLAMA = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 16384,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    # Wide enough that the best token leads clearly: rounding must not decide.
+    "initializer_range": 0.15,
+}
+
+Greedy = Callable[[Sequence[int], int], tuple[int, ...]]
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """One token a byte, and an end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={text: at for at, text in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    return tokenizer
+
+
+def make_model(directory: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY_LLAMA)).save_pretrained(directory)
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny"), seed=3)
+
+
+@pytest.fixture(scope="session")
+def tiny_greedy(tiny_model: Path) -> Greedy:
+    """What transformers generates with the tiny model's weights."""
+    return reference(tiny_model)
+
+
+def reference(directory: str | Path) -> Greedy:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    def greedy(prompt: Sequence[int], max_new_tokens: int) -> tuple[int, ...]:
+        with torch.inference_mode():
+            ids = model.generate(
+                torch.tensor([list(prompt)]), do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0
+            )
+        return tuple(ids[0, len(prompt) :].tolist())
+
+    return greedy
+
+
+@pytest.fixture(scope="session")
+def shared_nodes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """For nodes that live as long as the run."""
+    nodes = Nodes(str(tiny_model), tmp_path_factory.mktemp("shared-nodes"))
+    try:
+        yield nodes
+    finally:
+        nodes.end()
+
+
+@pytest.fixture
+def nodes(tiny_model: Path, tmp_path: Path) -> Iterator[Nodes]:
+    """For nodes of one test."""
+    nodes = Nodes(str(tiny_model), tmp_path)
+    try:
+        yield nodes
+    finally:
+        nodes.end()
+
+
+@pytest.fixture(scope="session")
+def fused(shared_nodes: Nodes) -> Node:
+    return shared_nodes.start(Role.FUSED)
+
+
+# UCX reads its transports once a process. By default one host copies straight between processes; tcp is what two do.
+TRANSPORTS = {"default": None, "tcp": "tcp,self"}
+
+
+@pytest.fixture(scope="session", params=TRANSPORTS)
+def pair(request: pytest.FixtureRequest, shared_nodes: Nodes) -> tuple[Node, Node]:
+    """A prefill and a decode node, over each transport."""
+    return shared_nodes.start_pair(ucx_tls=TRANSPORTS[request.param])
