@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from decode_node.handoff import HandoffFailed, Handoffs
 from decode_node.peers import Peer, PeerTable
 from pdserve.config import DecodeFallback
-from pdserve.engine.front import Rank, delta_of
+from pdserve.engine.front import Inbox, Rank, delta_of
 from pdserve.engine.messages import FromTransport, Output, PullBroken, PullCommitted, PullFinished, Reserved
-from pdserve.errors import PeerError, PeerMismatch
+from pdserve.errors import PdserveError, PeerError, PeerMismatch
 from pdserve.request import DECODE_ONLY, FUSED, RankLoad, RequestId, Route, TokenDelta, TokenRequest
 from pdserve.rpc.handoff import FirstToken
 
@@ -59,7 +59,12 @@ class RemotePrefillTokens:
 
     async def loads(self, *, check_integrity: bool = False) -> list[RankLoad]:
         load = await self._rank.load(check_integrity=check_integrity)
-        own = {**self._counters, **self._handoffs.counters, "num_ready_peers": self._peers.num_ready}
+        own = {
+            **self._counters,
+            **self._handoffs.counters,
+            "num_ready_peers": self._peers.num_ready,
+            "outstanding_prefill_tokens": self._peers.num_outstanding_tokens,
+        }
         return [replace(load, counters={**load.counters, **own})]
 
 
@@ -90,15 +95,18 @@ class Answer:
 
     async def deltas(self) -> AsyncGenerator[TokenDelta, None]:
         """Until the answer's end. Raises what the rank, or under policy `fail` the handoff, failed with."""
-        inbox = self._rank.open(self._request, self._choose_route())
+        route = self._choose_route()
+        try:
+            inbox = self._rank.open(self._request, route)
+        except PdserveError:
+            self._leave_peer()
+            raise
         try:
             while not self._is_over:
                 message = await inbox.get()
                 match message:
                     case Reserved():
-                        assert self._peer is not None
-                        time_left_s = self._deadline and self._deadline - time.monotonic()
-                        self._handoff = self._handoffs.start(self._peer, message, self._request, time_left_s)
+                        self._start_handoff(message, inbox)
                     case FirstToken():
                         yield self._on_first_token(message)
                     case HandoffFailed():
@@ -106,7 +114,6 @@ class Answer:
                     case Output():
                         yield self._on_output(message)
                     case Exception():
-                        self._is_over = True
                         raise message
         finally:
             await self._close()
@@ -119,13 +126,20 @@ class Answer:
             self._placement = "local;reason=short_prompt"
             self._counters["local_prefills_total"] += 1
             return FUSED
-        self._peer = self._peers.choose(num_tokens)
-        if self._peer is None:
-            self._fall_back(self._peers.why_none(), "no_peer")
+        if not self._choose_peer():
             return FUSED
-        self._placement = f"remote;peer={self._peer.target}"
         self._counters["remote_prefills_total"] += 1
         return DECODE_ONLY
+
+    def _choose_peer(self) -> bool:
+        """False where none can be had, and the prompt is prefilled here."""
+        num_tokens = len(self._request.prompt)
+        self._peer = self._peers.choose(num_tokens)
+        if self._peer is None:
+            self._fall_back(self._peers.why_none(num_tokens), "no_peer")
+            return False
+        self._placement = f"remote;peer={self._peer.target}"
+        return True
 
     def _fall_back(self, error: PeerError, reason: str) -> None:
         """Prefill here, never silently. Raises `error` where the policy is to fail."""
@@ -138,6 +152,17 @@ class Answer:
         log.warning("prefilling %s locally (%s): %s", self._request.request_id, reason, error.message)
 
     # ------------------------------------------------------------ what comes
+
+    def _start_handoff(self, reserved: Reserved, inbox: Inbox) -> None:
+        """The peer was chosen before the request had its slot, and may be gone since: then it is another's turn."""
+        if self._peer is None or not self._peer.is_ready:
+            self._leave_peer()
+            if not self._choose_peer():
+                self._rank.give_up_transfer(reserved.transfer_id, ())
+                return
+        assert self._peer is not None
+        time_left_s = None if self._deadline is None else self._deadline - time.monotonic()
+        self._handoff = self._handoffs.start(self._peer, reserved, self._request, inbox, time_left_s)
 
     def _on_first_token(self, first: FirstToken) -> TokenDelta:
         """Streamed at once: the client does not wait for the KV, nor for its confirmation."""

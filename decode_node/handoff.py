@@ -15,12 +15,11 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 
 from decode_node.peers import Peer
-from pdserve.engine.front import Rank
+from pdserve.engine.front import Inbox, Rank
 from pdserve.engine.messages import ConfirmPull, PullBroken, PullChunk, PullCommitted, PullFinished, Reserved
 from pdserve.errors import PeerError, ProtocolError, TransferFailed
 from pdserve.kv.layout import Fingerprint
@@ -45,6 +44,9 @@ from pdserve.v1 import handoff_pb2 as pb
 log = logging.getLogger(__name__)
 
 Said = ToDecode | PullFinished | PullBroken | PullCommitted | PeerError
+# A peer's prompt is computed by one rank, whose blocks are read by one of ours.
+NUM_RANKS = 1
+
 Call = grpc.aio.StreamStreamCall[pb.PrefillRequest, pb.PrefillResponse]
 
 
@@ -58,6 +60,7 @@ class Handoff:
         transfer_id: TransferId,
         on_first_token: Callable[[FirstToken], None],
         no_progress_timeout_s: float,
+        vocab_size: int,
     ) -> None:
         assert peer.description is not None
         self._peer = peer
@@ -67,7 +70,8 @@ class Handoff:
         self._transfer_id = transfer_id
         self._on_first_token = on_first_token
         self._timeout_s = no_progress_timeout_s
-        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._vocab_size = vocab_size
+        self._inbox: asyncio.Queue[Said] = asyncio.Queue()
         self._lease_id: LeaseId | None = None
         self._first_token: FirstToken | None = None
         self._num_chunks = 0
@@ -77,7 +81,7 @@ class Handoff:
         self._is_committed = False
         self._last_progress: object = None
 
-    def put(self, message: object) -> None:
+    def put(self, message: Said) -> None:
         self._inbox.put_nowait(message)
 
     async def run(self, start: Start) -> None:
@@ -87,7 +91,6 @@ class Handoff:
         try:
             await self._write(call, encode_to_prefill(start))
             await self._follow(call)
-            await call.done_writing()
         finally:
             reader.cancel()
             call.cancel()
@@ -118,16 +121,24 @@ class Handoff:
         give_up_at = time.monotonic() + self._timeout_s
         renew_at = time.monotonic() + self._renew_s
         while not self._is_committed:
-            with suppress(TimeoutError):
-                message = await asyncio.wait_for(self._inbox.get(), min(renew_at, give_up_at) - time.monotonic())
+            message = await self._next(min(renew_at, give_up_at))
+            if message is not None:
                 if self._is_progress(message):
                     give_up_at = time.monotonic() + self._timeout_s
                 await self._handle(call, message)
             if time.monotonic() >= renew_at:
                 await self._renew(call)
                 renew_at = time.monotonic() + self._renew_s
-            if time.monotonic() >= give_up_at:
+            if time.monotonic() >= give_up_at and self._inbox.empty():
                 raise TransferFailed(f"no progress for {self._timeout_s:g} s at {self._peer.target}")
+
+    async def _next(self, until_s: float) -> Said | None:
+        """What comes next, None where nothing does in time; what is here already comes before the time is judged."""
+        if not self._inbox.empty():
+            return self._inbox.get_nowait()
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(self._inbox.get(), until_s - time.monotonic())
+        return None
 
     def _is_progress(self, message: object) -> bool:
         """News of any kind counts, a repeated Progress does not."""
@@ -141,9 +152,7 @@ class Handoff:
         if self._lease_id is not None and not self._is_release_sent:
             await self._write(call, encode_to_prefill(Renew(self._lease_id)))
 
-    async def _handle(
-        self, call: Call, message: ToDecode | PullFinished | PullBroken | PullCommitted | PeerError
-    ) -> None:
+    async def _handle(self, call: Call, message: Said) -> None:
         match message:
             case Queued() | Computing():
                 pass
@@ -168,6 +177,8 @@ class Handoff:
     def _on_accepted(self, message: Accepted) -> None:
         if self._lease_id is not None:
             raise ProtocolError("Accepted came twice")
+        if message.num_ranks != NUM_RANKS:
+            raise ProtocolError(f"the lease is held by {message.num_ranks} ranks, {NUM_RANKS} was described")
         self._lease_id = message.lease_id
 
     def _on_chunk(self, chunk: ChunkReady) -> None:
@@ -181,6 +192,8 @@ class Handoff:
     def _on_first(self, first: FirstToken) -> None:
         if self._lease_id is None or self._first_token is not None:
             raise ProtocolError("FirstToken out of order")
+        if not 0 <= first.token_id < self._vocab_size:
+            raise ProtocolError(f"the first token is {first.token_id}, the vocabulary has {self._vocab_size}")
         self._first_token = first
         self._on_first_token(first)
 
@@ -234,15 +247,16 @@ class Handoffs:
         self.counters: Counter[str] = Counter()
 
     def start(
-        self, peer: Peer, transfer: Reserved, request: TokenRequest, time_left_s: float | None
+        self, peer: Peer, transfer: Reserved, request: TokenRequest, inbox: Inbox, time_left_s: float | None
     ) -> asyncio.Task[None]:
         """Begin; FirstToken and HandoffFailed go into the request's inbox. Cancel the task to give it up."""
         handoff = Handoff(
             peer,
             self._rank,
             transfer.transfer_id,
-            lambda first: self._rank.deliver(request.request_id, first),
+            inbox.put,
             self._timeout_s,
+            self._fingerprint.vocab_size,
         )
         self._live[transfer.transfer_id] = handoff
         assert peer.description is not None
@@ -256,15 +270,17 @@ class Handoffs:
             fingerprint=self._fingerprint,
             time_left_s=time_left_s,
         )
-        return asyncio.create_task(self._run(handoff, start, peer, transfer))
+        return asyncio.create_task(self._run(handoff, start, peer, transfer, inbox))
 
-    async def _run(self, handoff: Handoff, start: Start, peer: Peer, transfer: Reserved) -> None:
+    async def _run(self, handoff: Handoff, start: Start, peer: Peer, transfer: Reserved, inbox: Inbox) -> None:
         try:
             await handoff.run(start)
         except PeerError as error:
             log.warning("handoff of %s to %s failed: %s", transfer.request_id, peer.target, error.message)
             peer.doubt()
-            self._rank.deliver(transfer.request_id, HandoffFailed(transfer.transfer_id, error))
+            inbox.put(HandoffFailed(transfer.transfer_id, error))
+        except Exception as error:  # a fault of ours; the request ends with it rather than never
+            inbox.put(error)
         finally:
             self._live.pop(transfer.transfer_id, None)
 

@@ -57,6 +57,20 @@ class Peer:
         assert self.description is not None
         return PeerId(f"{self.description.incarnation}/0")
 
+    @property
+    def is_ready(self) -> bool:
+        return self.state is PeerState.READY and self.description is not None
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return 0 if self.description is None else self.description.max_prompt_tokens
+
+    def why_not(self, num_tokens: int) -> str:
+        """Why it was not chosen for a prompt this long."""
+        if self.is_ready:
+            return f"prompt has {num_tokens} tokens, its limit is {self.max_prompt_tokens}"
+        return self.reason
+
     def doubt(self) -> None:
         """A call to it failed: look at it again before it is chosen again."""
         self.state, self.reason = PeerState.UNREACHABLE, "a call to it failed"
@@ -77,13 +91,7 @@ class PeerTable:
 
     def choose(self, num_tokens: int) -> Peer | None:
         """The ready peer with the least outstanding prefill tokens that takes a prompt this long; None if none does."""
-        ready = [
-            peer
-            for peer in self.peers
-            if peer.state is PeerState.READY
-            and peer.description is not None
-            and num_tokens <= peer.description.max_prompt_tokens
-        ]
+        ready = [peer for peer in self.peers if peer.is_ready and num_tokens <= peer.max_prompt_tokens]
         if not ready:
             return None
         peer = min(ready, key=lambda peer: peer.outstanding_tokens)
@@ -93,13 +101,18 @@ class PeerTable:
     @property
     def num_ready(self) -> int:
         """Peers that may be chosen now."""
-        return sum(peer.state is PeerState.READY for peer in self.peers)
+        return sum(peer.is_ready for peer in self.peers)
 
-    def why_none(self) -> PeerError:
-        """Why no peer can be had."""
+    @property
+    def num_outstanding_tokens(self) -> int:
+        """Prompt tokens that peers were given and have not drawn a first token from."""
+        return sum(peer.outstanding_tokens for peer in self.peers)
+
+    def why_none(self, num_tokens: int) -> PeerError:
+        """Why no peer can be had for a prompt this long."""
         if not self.peers:
             return PeerError("no prefill node is configured: set --prefill-peers")
-        said = "; ".join(f"{peer.target}: {peer.reason}" for peer in self.peers)
+        said = "; ".join(f"{peer.target}: {peer.why_not(num_tokens)}" for peer in self.peers)
         if any(peer.state is PeerState.MISMATCHED for peer in self.peers):
             return PeerMismatch(f"no prefill node can be used: {said}")
         return PeerError(f"no prefill node can be reached: {said}")
@@ -108,9 +121,13 @@ class PeerTable:
 
     async def watch(self) -> None:
         """Keep every peer's state true, until cancelled."""
-        async with asyncio.TaskGroup() as group:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for peer in self.peers:
+                    group.create_task(self._watch_peer(peer))
+        finally:
             for peer in self.peers:
-                group.create_task(self._watch_peer(peer))
+                await peer.channel.close()
 
     async def _watch_peer(self, peer: Peer) -> None:
         backoff_s = FIRST_BACKOFF_S
@@ -128,14 +145,14 @@ class PeerTable:
                     await asyncio.wait_for(peer.suspect.wait(), CHECK_S)
 
     async def _make_ready(self, peer: Peer) -> None:
-        known = peer.description
-        description = await self._describe(peer, known.incarnation if known else "")
+        description = await self._describe(peer, peer.description.incarnation if peer.description else "")
+        # Looked at only now: the peer may have been lost while it was asked.
+        if peer.description is not None and peer.description.incarnation != description.incarnation:
+            self._rank.tell_transport(DropPeer(peer.id))
+            peer.description = None
         if differences := self._mine.differences(description.fingerprint):
             raise PeerMismatch("; ".join(differences))
-        if known is None or known.incarnation != description.incarnation:
-            if known is not None:
-                self._rank.tell_transport(DropPeer(peer.id))
-                peer.description = None
+        if peer.description is None:
             await self._connect(peer, description)
             log.info("prefill node %s is ready (incarnation %s)", peer.target, description.incarnation)
         peer.state = PeerState.READY
@@ -179,14 +196,16 @@ class PeerTable:
                 peer.description = None
                 peer.doubt()
 
-    async def close(self) -> None:
-        for peer in self.peers:
-            await peer.channel.close()
-
 
 def _peer(target: str, max_message_bytes: int) -> Peer:
     # A handoff that was not confirmed is a new attempt of ours, never a retry of gRPC's.
-    options = [*channel_options(max_message_bytes), ("grpc.enable_retries", 0)]
+    # By itself a channel would leave a peer that was gone for long alone for up to two minutes more.
+    options = [
+        *channel_options(max_message_bytes),
+        ("grpc.enable_retries", 0),
+        ("grpc.initial_reconnect_backoff_ms", round(FIRST_BACKOFF_S * 1000)),
+        ("grpc.max_reconnect_backoff_ms", round(MAX_BACKOFF_S * 1000)),
+    ]
     channel = grpc.aio.insecure_channel(target, options=options)
     # The generated class serves both kinds of channel; its types know the blocking one.
     stub = cast("handoff_pb2_grpc.HandoffAsyncStub", handoff_pb2_grpc.HandoffStub(cast(Any, channel)))

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.client import Client
-from pdserve.commands.measured import MeasuredAnswer, measure, milliseconds
+from pdserve.commands.measured import MeasuredAnswer, duration, measure
 from pdserve.commands.parsing import add_json, command_parser
 from pdserve.commands.tables import write_json
 from pdserve.commands.up import threads_each
@@ -159,7 +159,7 @@ def moved(client: Client) -> tuple[int, int]:
 
 def table(run: Sequence[Asked], has_transfers: bool) -> Table:
     """One row a prompt."""
-    result = Table("prompt", "in", "out", "prefilled", box=SIMPLE, padding=(0, 1, 0, 0))
+    result = Table("prompt", "in", "out", "prefilled on", box=SIMPLE, padding=(0, 1, 0, 0))
     if has_transfers:
         result.add_column("KV MiB", justify="right")
         result.add_column("transfers", justify="right")
@@ -174,15 +174,16 @@ def table(run: Sequence[Asked], has_transfers: bool) -> Table:
             str(answer.usage.num_completion_tokens),
             where(answer.placement),
             *transfers,
-            *(milliseconds(seconds) for seconds in (answer.ttft_s, answer.itl_p50_s, answer.itl_max_s)),
+            *(duration(seconds) for seconds in (answer.ttft_s, answer.itl_p50_s, answer.itl_max_s)),
         )
     return result
 
 
 def where(placement: str) -> str:
-    """Which node computed the prompt, in a word or two; why, where it was the one that answered."""
+    """Which node computed the prompt; and why, where it should have been the other."""
     side, _, detail = placement.partition(";")
-    return "prefill node" if side == "remote" else f"here ({detail.removeprefix('reason=')})"
+    reason = detail.removeprefix("reason=")
+    return "prefill" if side == "remote" else reason if reason == "fused" else f"decode ({reason})"
 
 
 def not_remote(pair: Sequence[Asked]) -> list[str]:

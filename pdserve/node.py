@@ -27,7 +27,7 @@ from pdserve.errors import NotReady, StartupError
 from pdserve.model.hub import resolve
 from pdserve.model.progress import show_progress
 from pdserve.request import RankLoad
-from pdserve.rpc.generator import Generator
+from pdserve.rpc.generator import Generator, Tokenizer
 from pdserve.rpc.inference import InferenceServicer, inference_service
 from pdserve.rpc.limits import ModelCard
 from pdserve.rpc.server import RpcServer, Service
@@ -44,12 +44,12 @@ class Site:
     args: ServerArgs
     rank: Rank
     ready: Ready
-    directory: Path
+    tokenizer: Tokenizer
     incarnation: str
 
     def text(self, source: TokenSource) -> TextGenerator:
         """Text answers over a source of tokens."""
-        return TextGenerator(source, HfTokenizer(self.directory))
+        return TextGenerator(source, self.tokenizer)
 
     def inference(self, generator: Generator) -> Service:
         """pdserve.v1.Inference over `generator`."""
@@ -62,7 +62,7 @@ class Site:
             revision=self.ready.fingerprint.model_revision,
         )
         settings = {"role": str(self.args.role), "incarnation": self.incarnation}
-        return inference_service(InferenceServicer(generator, HfTokenizer(self.directory), card, settings=settings))
+        return inference_service(InferenceServicer(generator, self.tokenizer, card, settings=settings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ async def _serve(args: ServerArgs, build: Build, has_transport: bool) -> None:
                 ),
             )
             if ready is not None:
-                await _serve_rank(Site(args, rank, ready, directory, incarnation), build, stop)
+                await _serve_rank(Site(args, rank, ready, HfTokenizer(directory), incarnation), build, stop)
         finally:
             await rank.stop()
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import grpc
@@ -30,7 +29,6 @@ from pdserve.errors import (
     InvalidRequest,
     PeerMismatch,
     ProtocolError,
-    RequestIdInUse,
     TransferFailed,
     named,
 )
@@ -66,13 +64,17 @@ class StreamClosed:
 
 @dataclass(slots=True)
 class Handoff:
-    """One prompt on its way: what D was told so far."""
+    """One prompt on its way: what D was told so far.
+
+    early_token: drawn before the lease was known here. The loop says the one and the transport thread the other, so
+    either may come first; D hears of the lease first.
+    """
 
     lease_id: LeaseId
-    prompt_tokens: int
     is_accepted: bool = False
     num_chunks: int = 0
     num_tokens_done: int = 0
+    early_token: Output | None = None
     first_token: FirstToken | None = None
     is_release_asked: bool = False
     is_over: bool = False
@@ -89,9 +91,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
 
     rank: Rank
     description: Description
-    _live_keys: set[RequestKey] = field(default_factory=set)
     _queue: dict[LeaseId, None] = field(default_factory=dict)  # not yet accepted, in order of arrival
-    _numbers: count[int] = field(default_factory=count)
 
     def on_transport(self, message: FromTransport) -> None:
         """A message of the transport thread goes to the stream of its lease."""
@@ -107,16 +107,14 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
         self, requests: AsyncIterator[pb.PrefillRequest], context: Context
     ) -> AsyncGenerator[pb.PrefillResponse, None]:
         start = await self._receive_start(requests)
-        # A lease bears the id of its request; the number makes it unique in this incarnation.
-        handoff = Handoff(LeaseId(f"{self.description.incarnation}-{next(self._numbers)}"), len(start.prompt))
-        request = TokenRequest(RequestId(handoff.lease_id), start.prompt, start.sampling)
-        self._live_keys.add(start.request_key)
-        reader: asyncio.Task[None] | None = None
+        request = TokenRequest(self._id_of(start.request_key), start.prompt, start.sampling)
+        inbox = self.rank.open(request, PREFILL_ONLY, start.num_cached_tokens)
+        # A lease bears the rank's id of its request, which is never used again.
+        handoff = Handoff(LeaseId(inbox.rank_id))
+        self._queue[handoff.lease_id] = None
+        reader = asyncio.create_task(self._read(requests, inbox))
+        deadline = None if start.time_left_s is None else time.monotonic() + start.time_left_s
         try:
-            inbox = self.rank.open(request, PREFILL_ONLY, start.num_cached_tokens)
-            self._queue[handoff.lease_id] = None
-            reader = asyncio.create_task(self._read(requests, inbox))
-            deadline = None if start.time_left_s is None else time.monotonic() + start.time_left_s
             while not handoff.is_over:
                 said = await self._next(handoff, inbox)
                 if deadline is not None and time.monotonic() > deadline:
@@ -124,10 +122,8 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
                 if said is not None:
                     yield encode_to_decode(said)
         finally:
-            self._live_keys.discard(start.request_key)
             self._queue.pop(handoff.lease_id, None)
-            if reader is not None:
-                reader.cancel()
+            reader.cancel()
             # However the stream ended. A lease that was released, a request that is over, ignore this.
             self.rank.tell_transport(RevokeLease(handoff.lease_id, "the stream ended"))
             self.rank.close(request.request_id, is_over=False)
@@ -153,8 +149,10 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
             raise PeerMismatch(f"weights_version: {mine.weights_version} here, {start.weights_version} there")
         if len(start.prompt) > mine.max_prompt_tokens:
             raise InvalidRequest(f"prompt has {len(start.prompt)} tokens, the limit is {mine.max_prompt_tokens}")
-        if start.request_key in self._live_keys:
-            raise RequestIdInUse(f"request key {start.request_key} is live; a retry is a new attempt")
+
+    def _id_of(self, key: RequestKey) -> RequestId:
+        """One live request a key: opening a second one is refused. A retry is a new attempt."""
+        return RequestId(f"{self.description.incarnation}:{key.decode_incarnation}:{key.request_id}:{key.attempt}")
 
     # ------------------------------------------------------------ the stream
 
@@ -163,7 +161,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
         try:
             async for message in requests:
                 inbox.put(decode_to_prefill(message))
-        except ProtocolError as error:
+        except Exception as error:  # raised where the stream is answered, bytes that are no message included
             inbox.put(error)
         else:
             inbox.put(StreamClosed())
@@ -181,11 +179,16 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
             case LeaseOpened():
                 handoff.is_accepted = True
                 del self._queue[handoff.lease_id]
+                if handoff.early_token is not None:
+                    self.rank.deliver(RequestId(handoff.lease_id), handoff.early_token)
                 return Accepted(handoff.lease_id, num_ranks=1)
             case ChunkAnnounced(seq=seq, first_token=first, end_token=end, blocks=blocks):
                 handoff.num_chunks += 1
                 handoff.num_tokens_done = end
                 return ChunkReady(0, seq, first, end, blocks)
+            case Output(token_ids=(_, *_)) if not handoff.is_accepted:
+                handoff.early_token = message
+                return None
             case Output():
                 handoff.first_token = _first_token(message)
                 return handoff.first_token

@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = "from hatchling.build import build_{kind}; print(build_{kind}({folder!r}))"
@@ -52,3 +55,14 @@ def test_the_editable_install_is_a_plain_path_entry(tmp_path: Path) -> None:
     editable = build("editable", tmp_path)
     paths = [editable.read(name).decode().strip() for name in editable.namelist() if name.endswith(".pth")]
     assert paths == [str(ROOT)]
+
+
+def test_make_installs_a_pinned_version_of_everything_within_its_range() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    versions = {canonicalize_name(name): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [project["dependencies"], *project["optional-dependencies"].values()]
+    requirements = [Requirement(line) for group in asked for line in group]
+    unmet = [str(r) for r in requirements if not r.specifier.contains(versions.get(canonicalize_name(r.name), "0"))]
+    assert unmet == []

@@ -86,9 +86,11 @@ def measure(
     )
 
 
-def milliseconds(seconds: float | None) -> str:
-    """For a table; a dash where nothing was measured."""
-    return "–" if seconds is None else f"{seconds * 1e3:,.0f} ms"
+def duration(seconds: float | None) -> str:
+    """For a table: milliseconds below ten seconds; a dash where nothing was measured."""
+    if seconds is None:
+        return "–"
+    return f"{seconds * 1e3:,.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def one_line(answer: MeasuredAnswer) -> str:
@@ -96,6 +98,6 @@ def one_line(answer: MeasuredAnswer) -> str:
     usage = answer.usage
     return (
         f"{usage.num_prompt_tokens} + {usage.num_completion_tokens} tokens, {answer.finish.value}; "
-        f"prefill {answer.placement or 'not said'}; TTFT {milliseconds(answer.ttft_s)}, "
-        f"ITL p50 {milliseconds(answer.itl_p50_s)}, max {milliseconds(answer.itl_max_s)}"
+        f"prefill {answer.placement or 'not said'}; TTFT {duration(answer.ttft_s)}, "
+        f"ITL p50 {duration(answer.itl_p50_s)}, max {duration(answer.itl_max_s)}"
     )

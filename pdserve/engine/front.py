@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import replace
+from itertools import count
 from typing import TypeVar
 
 from pdserve.engine.channel import FrontChannel
@@ -48,10 +50,11 @@ M = TypeVar("M")
 class Inbox:
     """What arrives for one request, in order; the end of it is a message like the others.
 
-    Bounded by the request itself: a rank sends at most one message a token.
+    rank_id: what the rank calls the request. Bounded by the request itself: a rank sends at most one message a token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank_id: RequestId) -> None:
+        self.rank_id = rank_id
         self._queue: asyncio.Queue[object] = asyncio.Queue()
 
     def put(self, message: object) -> None:
@@ -79,8 +82,10 @@ class Rank:
         self.on_transport: Callable[[FromTransport], None] = lambda _: None
         self._max_live = max_live
         self._inboxes: dict[RequestId, Inbox] = {}
+        self._by_rank_id: dict[RequestId, Inbox] = {}
+        self._rank_numbers = count(1)
         self._loads: dict[int, asyncio.Future[LoadReport]] = {}
-        self._num_asked = 0
+        self._load_numbers = count(1)
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._on_loading: OnLoading = lambda _: None
         self._process: RankProcess | None = None
@@ -161,7 +166,7 @@ class Rank:
             case Reserved():
                 self.deliver(message.request_id, message)
             case LoadReport():
-                future = self._loads.pop(message.number, None)
+                future = self._loads.get(message.number)
                 if future is not None and not future.done():
                     future.set_result(message)
             case Ready():
@@ -171,9 +176,9 @@ class Rank:
             case Loading():
                 self._on_loading(message)
 
-    def deliver(self, request_id: RequestId, message: object) -> None:
+    def deliver(self, rank_id: RequestId, message: object) -> None:
         """Put a message into a live request's inbox; one that ended meanwhile gets none."""
-        inbox = self._inboxes.get(request_id)
+        inbox = self._by_rank_id.get(rank_id)
         if inbox is not None:
             inbox.put(message)
 
@@ -184,49 +189,62 @@ class Rank:
         return len(self._inboxes)
 
     def open(self, request: TokenRequest, route: Route, peer_cached_tokens: int = 0) -> Inbox:
-        """Hand a request to the rank. Raises NotReady, QueueFull, RequestIdInUse. Pair with `close`."""
+        """Hand a request to the rank. Raises NotReady, QueueFull, RequestIdInUse. Pair with `close`.
+
+        The rank knows it by an id that is never used again, so that nothing it still says of a request that was closed
+        is taken for the words of the next one with its caller's id.
+        """
         if self.lost.is_set():
             raise NotReady(f"{self.lost_reason}: retry on another node")
         if request.request_id in self._inboxes:
             raise RequestIdInUse(f"request_id {request.request_id!r} is in use")
         if len(self._inboxes) >= self._max_live:
             raise QueueFull(f"{len(self._inboxes)} requests are running or queued, the limit is {self._max_live}")
-        inbox = self._inboxes[request.request_id] = Inbox()
-        self._channel.send(Submit(request, route, peer_cached_tokens))
+        inbox = Inbox(RequestId(f"{request.request_id}~{next(self._rank_numbers)}"))
+        self._channel.send(Submit(replace(request, request_id=inbox.rank_id), route, peer_cached_tokens))
+        self._inboxes[request.request_id] = self._by_rank_id[inbox.rank_id] = inbox
         return inbox
 
     def close(self, request_id: RequestId, *, is_over: bool) -> None:
         """Forget a request; unless it is over, the rank is told to end it."""
-        self._inboxes.pop(request_id, None)
+        inbox = self._inboxes.pop(request_id, None)
+        if inbox is None:
+            return
+        del self._by_rank_id[inbox.rank_id]
         if not is_over and not self.lost.is_set():
-            self._channel.send(Abort(request_id))
+            self._channel.send(Abort(inbox.rank_id))
 
     def abort(self, request_id: RequestId) -> bool:
         """End a live request for everybody: its inbox gets an output that says so. False if there is none."""
-        if request_id not in self._inboxes:
+        inbox = self._inboxes.get(request_id)
+        if inbox is None:
             return False
-        self._channel.send(Abort(request_id))
+        self._channel.send(Abort(inbox.rank_id))
         return True
 
     def give_up_transfer(self, transfer_id: TransferId, forced_output: tuple[int, ...]) -> None:
         self._channel.send(GiveUpTransfer(transfer_id, forced_output))
 
     def tell_transport(self, message: ToTransport) -> None:
+        """A rank that is lost is told nothing: its requests have heard of that in their inboxes."""
         assert self._transport is not None, "this rank has no transport"
-        self._transport.send(message)
+        if not self.lost.is_set():
+            self._transport.send(message)
 
     async def load(self, *, check_integrity: bool = False, timeout_s: float = 10.0) -> RankLoad:
         """What the rank has on its hands. Raises NotReady without an answer, InternalError on broken integrity."""
         if self.lost.is_set():
             raise NotReady(self.lost_reason)
-        self._num_asked += 1
+        number = next(self._load_numbers)
         future: asyncio.Future[LoadReport] = asyncio.get_running_loop().create_future()
-        self._loads[self._num_asked] = future
-        self._channel.send(AskLoad(self._num_asked, check_integrity))
+        self._loads[number] = future
         try:
+            self._channel.send(AskLoad(number, check_integrity))
             report = await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
             raise NotReady(f"the rank did not report its load within {timeout_s:.0f} s") from None
+        finally:
+            del self._loads[number]
         if report.integrity:
             raise InternalError(report.integrity)
         return report.load

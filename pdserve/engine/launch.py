@@ -50,7 +50,9 @@ class RankProcess:
 
     @classmethod
     async def start(cls, spec: RankSpec) -> RankProcess:
-        environment = {**without_settings(), "OMP_NUM_THREADS": str(spec.num_threads)}
+        # Threads that wait asleep: where another process has a core, one that spins keeps its partner from finishing.
+        waiting = {"OMP_WAIT_POLICY": "passive"}
+        environment = {**waiting, **without_settings(), "OMP_NUM_THREADS": str(spec.num_threads)}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

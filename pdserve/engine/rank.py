@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import zmq
@@ -36,6 +36,7 @@ from pdserve.errors import PdserveError
 from pdserve.model.runner import ModelRunner, RoundResult
 from pdserve.request import FinishReason, LeaseId, RankLoad, RequestId, Side, TokenLogprobs
 from pdserve.scheduler.plan import (
+    AnswerEnded,
     ChunkComputed,
     Event,
     LeaseUnwanted,
@@ -73,12 +74,15 @@ class TransportLink(Protocol):
 
 @dataclass(slots=True)
 class Live:
-    """What the loop remembers of a request beside the scheduler."""
+    """What the loop remembers of a request beside the scheduler.
+
+    prompt_logprobs: collected until the first token goes out with them; None where nobody waits for any.
+    """
 
     submit: Submit
+    prompt_logprobs: list[TokenLogprobs] | None
     num_cached_tokens: int = 0
     num_chunks: int = 0
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class RankLoop:
@@ -170,7 +174,8 @@ class RankLoop:
         except PdserveError as error:
             self._outputs.append(_failure(submission.request_id, error))
         else:
-            self._live[submission.request_id] = Live(message)
+            wants_prompt = sampling.prompt_logprobs is not None
+            self._live[submission.request_id] = Live(message, [] if wants_prompt else None)
 
     def _on_ask_load(self, message: AskLoad) -> None:
         integrity = ""
@@ -223,13 +228,18 @@ class RankLoop:
 
     def _collect_prompt_logprobs(self, result: RoundResult) -> None:
         for request_id, entries in result.prompt_logprobs.items():
-            self._live[request_id].prompt_logprobs += entries
+            collected = self._live[request_id].prompt_logprobs
+            assert collected is not None, f"{request_id} did not ask for the prompt's log probabilities, or had them"
+            collected += entries
 
     def _carry_out(self, outcomes: Iterable[Outcome | RequestFailed], result: RoundResult | None = None) -> None:
         for outcome in outcomes:
             match outcome:
                 case TokenDrawn():
                     self._on_token(outcome, result)
+                case AnswerEnded(request_id, finish, matched):
+                    self._outputs.append(Output(request_id, finish=finish, matched_stop_token=matched))
+                    del self._live[request_id]
                 case ChunkComputed():
                     self._on_chunk(outcome)
                 case RequestAborted():
@@ -255,11 +265,11 @@ class RankLoop:
                 drawn.finish,
                 drawn.matched_stop_token,
                 live.num_cached_tokens,
-                tuple(live.prompt_logprobs) if live.submit.request.sampling.prompt_logprobs is not None else None,
+                None if live.prompt_logprobs is None else tuple(live.prompt_logprobs),
                 live.num_chunks,
             )
         )
-        live.prompt_logprobs = []
+        live.prompt_logprobs = None
         if drawn.finish is not None or live.submit.route.decode is Side.REMOTE:
             del self._live[drawn.request_id]
 

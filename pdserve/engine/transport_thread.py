@@ -97,7 +97,6 @@ class TransportThread:
         self._pulls = PullTable(block_size)
         self._announced: Counter[LeaseId] = Counter()
         self._unsourced: dict[TransferId, OpenPull] = {}  # no chunk has come yet, so no peer is known
-        self._first_tokens: dict[TransferId, int] = {}
         self._peer_blocks: dict[PeerId, int] = {}  # of each connected peer's slab
         self._connecting: set[PeerId] = set()
         self._expecting_until_s = 0.0
@@ -145,6 +144,9 @@ class TransportThread:
         self._commands.put(None)
         os.eventfd_write(self._command_fd, 1)
         self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            os.close(self._command_fd)
+            os.close(self._event_fd)
 
     # ------------------------------------------------------------ the thread
 
@@ -243,7 +245,6 @@ class TransportThread:
 
     def _abandon(self, transfer_id: TransferId) -> None:
         """Quiet at once where nothing was ever posted, or everything has ended already."""
-        self._first_tokens.pop(transfer_id, None)
         if self._unsourced.pop(transfer_id, None) is None and self._pulls.state(transfer_id) is not None:
             self._on_pull_events(self._pulls.abandon(transfer_id, "unwanted", time.monotonic()))
             return
@@ -263,8 +264,7 @@ class TransportThread:
             case PullChunk():
                 self._pull(message)
             case ConfirmPull():
-                self._first_tokens[message.transfer_id] = message.first_token
-                self._on_pull_events(self._pulls.confirm(message.transfer_id, message.valid, time.monotonic()))
+                self._confirm(message)
             case RenewLease():
                 self._leases.renew(message.lease_id, time.monotonic())
             case ReleaseLease():
@@ -287,6 +287,12 @@ class TransportThread:
             return
         for read in reads:
             self._transport.submit(read)
+
+    def _confirm(self, answer: ConfirmPull) -> None:
+        events = self._pulls.confirm(answer.transfer_id, answer.valid, time.monotonic())
+        if PullCommitted(answer.transfer_id) in events:
+            self._tell_loop(KvReceived(answer.transfer_id, answer.first_token))
+        self._on_pull_events(events)
 
     def _release(self, lease_id: LeaseId) -> None:
         was_live = self._leases.state(lease_id) is LeaseState.LIVE
@@ -322,10 +328,8 @@ class TransportThread:
                         )
                     )
                 case PullCommitted():
-                    self._tell_loop(KvReceived(event.transfer_id, self._first_tokens.pop(event.transfer_id)))
                     self._front.send(PullCommittedMessage(event.transfer_id))
                 case PullFailed():
                     self._front.send(PullBroken(event.transfer_id, event.reason))
                 case PullQuiet():
-                    self._first_tokens.pop(event.transfer_id, None)
                     self._tell_loop(KvQuiet(event.transfer_id))

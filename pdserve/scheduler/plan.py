@@ -210,6 +210,15 @@ class TokenDrawn(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerEnded:
+    """A token drawn elsewhere was the last of the answer; nothing of it is drawn here."""
+
+    request_id: RequestId
+    finish: FinishReason
+    matched_stop_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkComputed:
     """Prompt tokens [first_token, end_token) of a request whose decode is remote lie in `blocks`.
 
@@ -244,4 +253,4 @@ class TransferUnwanted:
     transfer_id: TransferId
 
 
-Outcome = TokenDrawn | ChunkComputed | RequestAborted | RequestFailed | LeaseUnwanted | TransferUnwanted
+Outcome = TokenDrawn | AnswerEnded | ChunkComputed | RequestAborted | RequestFailed | LeaseUnwanted | TransferUnwanted

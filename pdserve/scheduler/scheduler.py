@@ -10,6 +10,7 @@ from pdserve.scheduler.block_pool import BlockPool
 from pdserve.scheduler.config import SchedulerConfig
 from pdserve.scheduler.counters import Counters
 from pdserve.scheduler.plan import (
+    AnswerEnded,
     ChunkComputed,
     Event,
     KvQuiet,
@@ -149,7 +150,7 @@ class Scheduler:
                 case StepDone():
                     self._on_step_done(event, outcomes)
                 case KvReceived():
-                    self._on_kv_received(event)
+                    self._on_kv_received(event, outcomes)
                 case TransferFailed():
                     self._on_transfer_failed(event, outcomes)
                 case KvQuiet():
@@ -242,7 +243,7 @@ class Scheduler:
 
     # ------------------------------------------------------------ transfers
 
-    def _on_kv_received(self, event: KvReceived) -> None:
+    def _on_kv_received(self, event: KvReceived, outcomes: list[Outcome]) -> None:
         transfer = self._residents.transfers.get(event.transfer_id)
         if transfer is None:
             self.counters.ignored_events += 1
@@ -257,9 +258,7 @@ class Scheduler:
         request.num_computed = request.num_prompt_tokens
         self._publish_full_blocks(request)
         request.tokens.append(event.first_token)
-        if self._finish_of(request, event.first_token)[0] is not None:
-            self._end(request)
-        else:
+        if not self._ends_with(request, event.first_token, outcomes):
             self._residents.start_decoding(request)
 
     def _on_transfer_failed(self, event: TransferFailed, outcomes: list[Outcome]) -> None:
@@ -271,12 +270,20 @@ class Scheduler:
         request = self._residents.by_id[transfer.request_id]
         outcomes.append(self._abandon_transfer(request))
         request.tokens += event.forced_output
-        if event.forced_output and self._finish_of(request, event.forced_output[-1])[0] is not None:
-            self._end(request)
+        if event.forced_output and self._ends_with(request, event.forced_output[-1], outcomes):
             return
         self._pool.release(request.blocks)
         self.counters.reroutes += 1
         self._residents.reroute(request)
+
+    def _ends_with(self, request: Tracked, token: int, outcomes: list[Outcome]) -> bool:
+        """End the answer if `token`, drawn by a peer, is its last."""
+        finish, matched = self._finish_of(request, token)
+        if finish is None:
+            return False
+        outcomes.append(AnswerEnded(request.request_id, finish, matched))
+        self._end(request)
+        return True
 
     def _abandon_transfer(self, request: Tracked) -> TransferUnwanted:
         """The destination blocks stay behind with the transfer; the request keeps the rest."""

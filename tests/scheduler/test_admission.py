@@ -8,12 +8,7 @@ from pdserve.errors import InvalidRequest, RequestIdInUse
 from pdserve.request import DECODE_ONLY, FUSED, PREFILL_ONLY, RequestId, Route
 from pdserve.scheduler.plan import PlanOptions, Submission
 from pdserve.scheduler.planner import MAX_CANDIDATES, MAX_PASSED_OVER
-from tests.scheduler.world import World, build
-
-
-def world_of(**numbers: object) -> World:
-    return World(build(**numbers))
-
+from tests.scheduler.world import World, world_of
 
 # ---------------------------------------------------------------- refusals
 

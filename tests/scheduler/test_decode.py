@@ -8,11 +8,7 @@ from pdserve.errors import InternalError, NotReady
 from pdserve.request import DECODE_ONLY, FUSED, PREFILL_ONLY, FinishReason, RequestId
 from pdserve.scheduler.plan import RequestFailed, StepDone, Submission, TokenDrawn
 from pdserve.scheduler.scheduler import Scheduler
-from tests.scheduler.world import World, build
-
-
-def world_of(**numbers: object) -> World:
-    return World(build(**numbers))
+from tests.scheduler.world import World, build, world_of
 
 
 def drawn_with(tokens: list[int], **submission: object) -> list[TokenDrawn]:

@@ -5,14 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pdserve.request import DECODE_ONLY, FUSED, PREFILL_ONLY, RequestId, Route
-from pdserve.scheduler.plan import PrefillProbe
-from tests.scheduler.world import World, build
+from pdserve.scheduler.plan import PrefillProbe, RoundPlan
+from tests.scheduler.world import World, world_of
 
 SHAPES = pytest.mark.parametrize("enable_mixed_batch", [False, True])
-
-
-def world_of(**numbers: object) -> World:
-    return World(build(**numbers))
 
 
 def wants(world: World) -> bool:
@@ -44,7 +40,7 @@ def test_closed_holds_new_prompts_and_resident_chunks_and_decodes_on(enable_mixe
 def test_a_request_with_a_remote_side_plans_the_same_whatever_the_gate_says(
     enable_mixed_batch: bool, route: Route
 ) -> None:
-    def plans_of(allow_prefill: bool) -> list[object]:
+    def plans_of(allow_prefill: bool) -> list[RoundPlan]:
         world = world_of(enable_mixed_batch=enable_mixed_batch)
         for index in range(6):
             world.submit(f"r{index}", range(index, index + 9), route=route)

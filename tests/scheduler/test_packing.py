@@ -8,7 +8,7 @@ from pdserve.errors import StartupError
 from pdserve.request import DECODE_ONLY, FUSED, PREFILL_ONLY
 from pdserve.scheduler.plan import PlanOptions, RoundPlan, StepDone
 from pdserve.scheduler.scheduler import Scheduler
-from tests.scheduler.world import World, build
+from tests.scheduler.world import World, build, world_of
 
 K = 1024
 
@@ -16,10 +16,6 @@ K = 1024
 def shares(plan: RoundPlan) -> dict[str, tuple[int, int]]:
     """Who computes which tokens."""
     return {row.request_id: (row.start, row.end) for row in plan.rows}
-
-
-def world_of(**numbers: object) -> World:
-    return World(build(**numbers))
 
 
 def decoding_world(count: int, **numbers: object) -> World:

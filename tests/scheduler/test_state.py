@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import itertools
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -57,7 +59,7 @@ def drawn(heading: str) -> dict[tuple[str, str], str]:
     return arrows
 
 
-def named(table: dict[tuple[enum.Enum, enum.Enum], enum.Enum]) -> dict[tuple[str, str], str]:
+def named(table: Mapping[tuple[Any, Any], enum.Enum]) -> dict[tuple[str, str], str]:
     return {(source.name, move.name): target.name for (source, move), target in table.items()}
 
 

@@ -103,7 +103,8 @@ class Walk:
         plan = self.world.plan(allow_prefill)
         if not (plan.rows or plan.reservations or plan.failed):
             again = self.world.plan(allow_prefill)
-            assert not (again.rows or again.reservations or again.failed), "an idle round is followed by a busy one"
+            is_busy = bool(again.rows or again.reservations or again.failed)
+            assert not is_busy, "an idle round is followed by a busy one, though nothing happened"
             self.seen["idle"] += 1
 
     def run(self) -> None:

@@ -16,6 +16,7 @@ from pdserve.errors import NotReady
 from pdserve.request import BlockId, FinishReason, RequestId, Side, TransferId
 from pdserve.scheduler.config import SchedulerConfig
 from pdserve.scheduler.plan import (
+    AnswerEnded,
     ChunkComputed,
     Event,
     KvQuiet,
@@ -37,6 +38,7 @@ from pdserve.scheduler.plan import (
     TransferUnwanted,
 )
 from pdserve.scheduler.scheduler import Scheduler
+from pdserve.scheduler.state import State
 
 VOCAB = 11
 GARBAGE = -7  # what a peer's late write leaves
@@ -161,7 +163,7 @@ class World:
 
     def _check_shape(self, plan: RoundPlan) -> None:
         assert plan.num_tokens <= self.config.max_scheduled_tokens
-        assert plan.batch_size <= self.config.max_batch_size
+        assert plan.num_extends <= plan.batch_size <= self.config.max_batch_size
         assert self.config.enable_mixed_batch or not (plan.prefill and plan.decode)
         assert len({row.request_id for row in plan.rows}) == len({row.slot for row in plan.rows}) == plan.batch_size
         truncated = [row for row in plan.prefill if not row.samples]
@@ -186,6 +188,7 @@ class World:
         plan, self.outstanding = self.outstanding, None
         assert plan is not None
         tokens = [token for row in plan.rows for token in self._compute(row)]
+        assert len(tokens) == len(plan.sampled_rows)
         return self.advance(StepDone(plan.round_id, tokens))
 
     def _compute(self, row: Row) -> list[int]:
@@ -238,21 +241,26 @@ class World:
         for position, token in enumerate(prompt[reservation.num_cached_tokens :]):
             self.slab[reservation.blocks[position // size]][position % size] = token
         token = next_token(prompt)
-        if pull.is_wanted:
-            self._take_token(reservation.request_id, token)
-        return self.advance(KvReceived(transfer_id, token))
+        if not pull.is_wanted:
+            return self.advance(KvReceived(transfer_id, token))
+        self._take_token(reservation.request_id, token)
+        outcomes = self.advance(KvReceived(transfer_id, token))
+        self._check_ended(reservation.request_id)
+        return outcomes
 
     def fail(self, transfer_id: TransferId, *, after_first_token: bool = False) -> tuple[Outcome, ...]:
         """The KV will not come. after_first_token: the client has seen the peer's first token already."""
         pull = self.pulls[transfer_id]
+        if not pull.is_wanted:
+            return self.advance(TransferFailed(transfer_id))
         request_id = pull.reservation.request_id
-        forced: tuple[int, ...] = ()
-        if pull.is_wanted:
-            self.rerouted.add(request_id)
-            if after_first_token:
-                forced = (next_token(self.submissions[request_id].prompt),)
-                self._take_token(request_id, forced[0])
-        return self.advance(TransferFailed(transfer_id, forced))
+        self.rerouted.add(request_id)
+        forced = (next_token(self.submissions[request_id].prompt),) if after_first_token else ()
+        for token in forced:
+            self._take_token(request_id, token)
+        outcomes = self.advance(TransferFailed(transfer_id, forced))
+        self._check_ended(request_id)
+        return outcomes
 
     def quiet(self, transfer_id: TransferId) -> tuple[Outcome, ...]:
         """Nothing writes the destination of this unwanted transfer any more."""
@@ -284,6 +292,8 @@ class World:
             match outcome:
                 case TokenDrawn():
                     self._on_token(outcome)
+                case AnswerEnded():
+                    self._on_answer_ended(outcome)
                 case ChunkComputed():
                     self._on_chunk(outcome)
                 case RequestAborted():
@@ -299,19 +309,28 @@ class World:
         submission = self.submissions[drawn.request_id]
         if drawn.finish is FinishReason.STOP:
             assert drawn.matched_stop_token == drawn.token
-        if submission.route.decode is Side.LOCAL:
-            num_output = len(self.answers[drawn.request_id]) + 1
-            assert (drawn.finish is not None) == (num_output == len(self.right[drawn.request_id]))
         self._take_token(drawn.request_id, drawn.token)
+        if submission.route.decode is Side.REMOTE:
+            self._end(drawn.request_id, "sent off")
+        elif drawn.finish is not None:
+            self._end(drawn.request_id, "finished")
+        self._check_ended(drawn.request_id)
+
+    def _on_answer_ended(self, ended: AnswerEnded) -> None:
+        assert (ended.finish is FinishReason.STOP) == (ended.matched_stop_token is not None)
+        assert ended.matched_stop_token in (None, self.answers[ended.request_id][-1])
+        self._end(ended.request_id, "finished")
 
     def _take_token(self, request_id: RequestId, token: int) -> None:
         assert request_id not in self.ended, f"{request_id} has {self.ended.get(request_id)} and draws on"
         answer, right = self.answers[request_id], self.right[request_id]
         answer.append(token)
         assert answer == right[: len(answer)], f"{request_id} has {answer}, right is {right}"
-        if answer == right:
-            is_local = self.submissions[request_id].route.decode is Side.LOCAL
-            self._end(request_id, "finished" if is_local else "sent off")
+
+    def _check_ended(self, request_id: RequestId) -> None:
+        """A request ends with the last token of its answer and not before."""
+        is_complete = self.answers[request_id] == self.right[request_id]
+        assert (request_id in self.ended) == is_complete, f"{request_id} has {self.answers[request_id]}"
 
     def _on_chunk(self, chunk: ChunkComputed) -> None:
         lease = self.leases[chunk.request_id]
@@ -374,3 +393,17 @@ class World:
             self.check()
         assert not self.live
         assert self.scheduler.num_held_blocks == 0
+
+
+def world_of(**numbers: Any) -> World:
+    return World(build(**numbers))
+
+
+def state_of(world: World, request_id: str = "a") -> State | None:
+    """None: the scheduler knows no such request."""
+    request = world.scheduler._residents.by_id.get(RequestId(request_id))
+    return request.state if request else None
+
+
+def kinds(outcomes: Iterable[Outcome]) -> list[type]:
+    return [type(outcome) for outcome in outcomes]

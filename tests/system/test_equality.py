@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 
 import pytest
 
-from pdserve.bench.processes import children
-from pdserve.config import Role
-from tests.system.conftest import NUM_BYTES, Greedy, reference
-from tests.system.nodes import BLOCK_SIZE, CHUNK, Node, Nodes
+from tests.system.conftest import NUM_BYTES, Greedy
+from tests.system.nodes import BLOCK_SIZE, CHUNK, Node
 
 pytestmark = pytest.mark.system
 

@@ -188,6 +188,19 @@ INLINE float *output_at(const call_t *call, int64_t first_token, int64_t head, i
     return call->out + (token * call->num_kv_heads * call->group + query_head) * call->head_dim;
 }
 
+/* What an item made of a line: the answer, or a partial where other items share the line's keys. */
+INLINE void store_line(const call_t *call, const item_t *item, int64_t head, int64_t line, const float *from,
+                       const int64_t stride, float maximum, float sum) {
+    const int64_t dim = call->head_dim;
+    const int whole = item->partial < 0;
+    float *to = whole ? output_at(call, item->first_token, head, line) : partial_at(call, head, item->partial + line);
+    const float factor = whole ? 1.0f / sum : 1.0f;
+    for (int64_t d = 0; d < dim; d++) to[d] = from[d * stride] * factor;
+    if (whole) return;
+    to[dim] = maximum;
+    to[dim + 1] = sum;
+}
+
 static void write_token(const call_t *call, int64_t token) {
     const int64_t slot = call->slot_mapping[token], dim = call->head_dim;
     char *block = call->slab + slot / call->block_size * call->block_bytes;
@@ -259,19 +272,6 @@ static void soften_tile(tile_t *tile, int64_t lanes, int64_t num_keys, int64_t h
         for (int64_t l = 0; l < lanes; l++) tile->output[d][l] *= tile->correction[l];
 }
 
-static void store_tile(const call_t *call, const item_t *item, int64_t head, tile_t *tile) {
-    const int64_t dim = call->head_dim;
-    for (int64_t line = 0; line < item->num_tokens * call->group; line++) {
-        const int whole = item->partial < 0;
-        float *to = whole ? output_at(call, item->first_token, head, line) : partial_at(call, head, item->partial + line);
-        const float factor = whole ? 1.0f / tile->sum[line] : 1.0f;
-        for (int64_t d = 0; d < dim; d++) to[d] = tile->output[d][line] * factor;
-        if (whole) continue;
-        to[dim] = tile->maximum[line];
-        to[dim + 1] = tile->sum[line];
-    }
-}
-
 static void attend_tile(const call_t *call, const item_t *item, int64_t head) {
     tile_t tile;
     const int32_t *table = call->block_tables + item->slot * call->block_table_stride;
@@ -290,7 +290,8 @@ static void attend_tile(const call_t *call, const item_t *item, int64_t head) {
                  MAX_LINES, tile.output[0], MAX_LINES);
         key += num_keys;
     }
-    store_tile(call, item, head, &tile);
+    for (int64_t line = 0; line < item->num_tokens * call->group; line++)
+        store_line(call, item, head, line, &tile.output[0][line], MAX_LINES, tile.maximum[line], tile.sum[line]);
 }
 
 /* ------------------------------------------------------------------ a single token: the head dimension along the lanes */
@@ -350,15 +351,7 @@ static void attend_single(const call_t *call, const item_t *item, int64_t head) 
                 for (int64_t j = 0; j < num_keys; j++) output[g][d] += scores[g][j] * values[j * dim + d];
         key += num_keys;
     }
-    for (int64_t g = 0; g < group; g++) {
-        const int whole = item->partial < 0;
-        float *to = whole ? output_at(call, item->first_token, head, g) : partial_at(call, head, item->partial + g);
-        const float factor = whole ? 1.0f / sum[g] : 1.0f;
-        for (int64_t d = 0; d < dim; d++) to[d] = output[g][d] * factor;
-        if (whole) continue;
-        to[dim] = maximum[g];
-        to[dim + 1] = sum[g];
-    }
+    for (int64_t g = 0; g < group; g++) store_line(call, item, head, g, output[g], 1, maximum[g], sum[g]);
 }
 
 /* ------------------------------------------------------------------ partials, and the entry */

@@ -1,0 +1,244 @@
+"""Nodes of every kind in one process: real fronts, sockets and services around ranks whose model is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from random import Random
+
+import decode_node.node
+import fused.node
+import prefill_node.node
+from pdserve.client.aio import AsyncClient
+from pdserve.client.types import Answer
+from pdserve.config import DecodeFallback, Role, ServerArgs
+from pdserve.engine.channel import FrontChannel, private_directory
+from pdserve.engine.front import Rank
+from pdserve.engine.messages import FromRank, FromTransport, PeerConnected, ToRank, ToTransport
+from pdserve.model.fake import expected_tokens
+from pdserve.node import Build, Site
+from pdserve.request import RankLoad
+from pdserve.rpc.fake import ByteTokenizer
+from pdserve.rpc.server import RpcServer
+from pdserve.transfer.base import PeerId
+from pdserve.transfer.loopback import LoopbackNetwork
+from tests.roles.inside import BANNED, VOCAB_SIZE, HeldRunner, RankThread, Size
+from tests.roles.journal import LIMIT_S, Journal
+
+BUILDS: dict[Role, Build] = {
+    Role.FUSED: fused.node.build,
+    Role.PREFILL: prefill_node.node.build,
+    Role.DECODE: decode_node.node.build,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A front heard it from its rank's transport thread."""
+
+    node: str
+    message: FromTransport
+    kind: type[FromTransport]
+
+
+@dataclass
+class Node:
+    """One life of one node; `name` is of this life alone."""
+
+    name: str
+    args: ServerArgs
+    rank: Rank
+    inside: RankThread
+    network: LoopbackNetwork
+    client: AsyncClient
+    server: RpcServer
+    background: list[asyncio.Task[None]]
+    is_stopped: bool = False
+
+    @property
+    def address(self) -> str:
+        return self.args.address
+
+    @property
+    def runner(self) -> HeldRunner:
+        return self.inside.runner
+
+    async def load(self) -> RankLoad:
+        """Raises InternalError where the rank's tables disagree."""
+        (load,) = await self.client.loads(check_integrity=True, timeout_s=LIMIT_S)
+        return load
+
+    async def counters(self) -> dict[str, int]:
+        return dict((await self.load()).counters)
+
+    async def stop(self) -> None:
+        if self.is_stopped:
+            return
+        self.is_stopped = True
+        self.inside.runner.release()
+        await self.client.close()
+        await self.server.stop(grace_s=0)
+        for task in self.background:
+            task.cancel()
+        await asyncio.gather(*self.background, return_exceptions=True)
+        await self.rank.stop()
+        await asyncio.to_thread(self.inside.join)
+
+    async def die(self) -> None:
+        """As a killed process: nothing of it can be read from one moment to the next, its streams break."""
+        self.network.kill(self.name)
+        await self.stop()
+
+
+@dataclass
+class Cluster:
+    """Starts nodes, ends them all."""
+
+    journal: Journal
+    network: LoopbackNetwork
+    stack: AsyncExitStack
+    names: itertools.count[int] = field(default_factory=itertools.count)
+
+    async def start(self, role: Role, size: Size | None = None, **settings: object) -> Node:
+        size = size or Size()
+        name = f"{role}{next(self.names)}"
+        args = ServerArgs(
+            model="fake", role=role, port=settings.pop("port", 0), max_num_seqs=size.num_slots, kv_lease_s=size.lease_s
+        )
+        for key, value in settings.items():
+            setattr(args, key, value)
+        sockets = self.stack.enter_context(private_directory())
+        has_transport = role is not Role.FUSED
+        inside = RankThread(
+            name,
+            size,
+            self.network,
+            self.journal,
+            f"ipc://{sockets}/loop",
+            f"ipc://{sockets}/transport",
+            has_transport,
+        )
+        rank = self._rank(args, inside)
+        inside.start()
+        ready = await rank.attach(timeout_s=LIMIT_S)
+        parts = BUILDS[role](Site(args, rank, ready, ByteTokenizer(), incarnation=f"life-of-{name}"))
+        self._watch(name, rank)
+        server = RpcServer(parts.services, port=args.port)
+        args.port = await server.start()
+        await server.set_serving(True)
+        background = [asyncio.create_task(work) for work in parts.background]
+        node = Node(name, args, rank, inside, self.network, AsyncClient(args.address), server, background)
+        self.stack.push_async_callback(node.stop)
+        return node
+
+    def _rank(self, args: ServerArgs, inside: RankThread) -> Rank:
+        channel: FrontChannel[FromRank, ToRank] = FrontChannel(inside.loop_endpoint, FromRank)
+        transport: FrontChannel[FromTransport, ToTransport] | None = None
+        if inside.has_transport:
+            transport = FrontChannel(inside.transport_endpoint, FromTransport)
+        return Rank(channel, max_live=args.max_num_seqs + args.max_queued_requests, transport=transport)
+
+    def _watch(self, name: str, rank: Rank) -> None:
+        listener = rank.on_transport
+
+        def on_transport(message: FromTransport) -> None:
+            listener(message)
+            self.journal.note(Told(name, message, type(message)))
+
+        rank.on_transport = on_transport
+
+    async def pair(self, size: Size | None = None, decode_size: Size | None = None, **settings: object) -> Pair:
+        """A prefill node, and a decode node that has it as its peer."""
+        prefill = await self.start(Role.PREFILL, size)
+        decode = await self.decode_of(prefill.address, size=decode_size or size, **settings)
+        return Pair(prefill, decode, self.journal, self.network)
+
+    async def decode_of(self, *addresses: str, size: Size | None = None, **settings: object) -> Node:
+        """A decode node that is connected to the peers at these addresses."""
+        decode = await self.start(Role.DECODE, size, prefill_peers=addresses, **settings)
+        await until_ready(decode, len(addresses))
+        return decode
+
+    async def until_connected(self, decode: Node, prefill: Node) -> None:
+        """Until `decode` can read from this life of `prefill`, and would choose it."""
+        await self.journal.first(Told, node=decode.name, message=PeerConnected(PeerId(f"life-of-{prefill.name}/0")))
+        await until_ready(decode)
+
+
+@dataclass(frozen=True)
+class Pair:
+    prefill: Node
+    decode: Node
+    journal: Journal
+    network: LoopbackNetwork
+
+    async def settle(self) -> None:
+        await settle(self.prefill, self.decode)
+
+
+@asynccontextmanager
+async def cluster() -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as stack:
+        # Its ipc directories go last; everything else ends before the block does.
+        yield Cluster(Journal(), LoopbackNetwork(), stack)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [Random(f"{seed} {length}").randrange(256) for _ in range(length)]
+
+
+def answer_to(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """What any node must answer."""
+    return tuple(expected_tokens(prompt, num_tokens, VOCAB_SIZE, BANNED))
+
+
+async def ask(node: Node, prompt: Sequence[int], num_tokens: int = 6, **options: object) -> Answer:
+    """One answer; it is what it must be as far as it goes."""
+    answer = await node.client.generate(token_ids=prompt, max_new_tokens=num_tokens, timeout_s=LIMIT_S, **options)
+    assert answer.token_ids == answer_to(prompt, len(answer.token_ids))
+    return answer
+
+
+async def until_load(node: Node, is_reached: Callable[[RankLoad], bool]) -> RankLoad:
+    """The node's load once it is as wanted; it is asked over and over."""
+    async with asyncio.timeout(LIMIT_S):
+        while not is_reached(load := await node.load()):
+            pass
+    return load
+
+
+async def until_ready(decode: Node, num_peers: int = 1) -> None:
+    await until_load(decode, lambda load: load.counters["num_ready_peers"] == num_peers)
+
+
+def leftovers(node: Node, load: RankLoad) -> dict[str, int]:
+    """What a node without requests should not have, and has."""
+    held = {
+        "held blocks": load.num_held_blocks,
+        "quarantined blocks": load.num_quarantined_blocks,
+        "leases": load.num_live_leases,
+        "transfers": load.num_open_transfers,
+        "running": load.num_running,
+        "waiting": load.num_waiting,
+        "open pulls": load.counters.get("open_pulls", 0),
+        "open reads": load.counters.get("open_reads", 0),
+        "outstanding tokens": load.counters.get("outstanding_prefill_tokens", 0),
+        "requests of the front": node.rank.num_live,
+        "requests of the loop": len(node.inside.loop._live),
+    }
+    return {what: count for what, count in held.items() if count}
+
+
+async def settle(*nodes: Node) -> None:
+    """Until no node has anything left of any request; their tables are sound all the while."""
+    for node in nodes:
+        left: dict[str, int] = {}
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                while left := leftovers(node, await node.load()):
+                    pass
+        except TimeoutError:
+            raise AssertionError(f"{node.name} keeps {left}") from None

@@ -1,0 +1,119 @@
+"""A decode node whose prefill node is away, does not match, or dies; and a prefill node whose decode node dies."""
+
+from __future__ import annotations
+
+import threading
+from random import Random
+
+import pytest
+
+from pdserve.client import Answer
+from pdserve.config import Role
+from pdserve.errors import PeerMismatch
+from pdserve.node_process import free_port
+from tests.system.conftest import NUM_BYTES, TRANSPORTS, Greedy
+from tests.system.nodes import BLOCK_SIZE, CHUNK, Node, Nodes, wait_for, wait_until_remote
+
+pytestmark = pytest.mark.system
+
+NUM_NEW = 6
+# Over a hundred chunks: time enough to look and to kill.
+LONG = 120 * CHUNK
+
+over_both = pytest.mark.parametrize("ucx_tls", TRANSPORTS.values(), ids=TRANSPORTS)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return [Random(f"peers {seed} {length}").randrange(NUM_BYTES) for _ in range(length)]
+
+
+class Asking(threading.Thread):
+    """One answer, waited for in a thread of its own."""
+
+    def __init__(self, node: Node, prompt: list[int]) -> None:
+        super().__init__()
+        self._node = node
+        self._prompt = prompt
+        self.answer: Answer | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.answer = self._node.ask(self._prompt, NUM_NEW)
+
+    def result(self) -> Answer:
+        self.join()
+        assert self.answer is not None, self._node.log
+        return self.answer
+
+
+def wait_until_computing(prefill: Node) -> None:
+    """Some of a prompt is computed there; most of it is not."""
+    before = prefill.load().counters["prompt_tokens_computed"]
+    wait_for(lambda: prefill.load().counters["prompt_tokens_computed"] > before, lambda: prefill.log)
+
+
+def test_without_a_reachable_peer_a_decode_node_prefills_and_says_so(nodes: Nodes, tiny_greedy: Greedy) -> None:
+    peer = f"127.0.0.1:{free_port()}"
+    decode = nodes.start(Role.DECODE, prefill_peers=(peer,))
+    prompt = prompt_of(3 * CHUNK, seed=0)
+    answer = decode.ask(prompt, NUM_NEW)
+    assert answer.token_ids == tiny_greedy(prompt, NUM_NEW)
+    assert answer.placement == "local;reason=no_peer"
+    assert decode.load().counters["decode_fallback_total:no_peer"] == 1
+    wait_for(lambda: f"prefill node {peer} is set aside" in decode.log, lambda: decode.log)
+
+
+def test_a_peer_that_does_not_match_is_refused_with_the_field_and_both_values(
+    nodes: Nodes, pair: tuple[Node, Node]
+) -> None:
+    prefill, _ = pair
+    other_size = 2 * BLOCK_SIZE
+    decode = nodes.start(Role.DECODE, prefill_peers=(prefill.address,), block_size=other_size, decode_fallback="fail")
+    told = f"block_size: {other_size} here, {BLOCK_SIZE} there"
+    wait_for(lambda: told in decode.log, lambda: decode.log)
+    with pytest.raises(PeerMismatch, match=told):
+        decode.ask([1, 2, 3])
+
+
+@over_both
+def test_a_prefill_node_killed_in_the_middle_costs_no_answer_and_is_used_again_when_it_is_back(
+    nodes: Nodes, tiny_greedy: Greedy, ucx_tls: str | None
+) -> None:
+    prefill, decode = nodes.start_pair(ucx_tls=ucx_tls)
+    prompt = prompt_of(LONG, seed=1)
+    asking = Asking(decode, prompt)
+    wait_until_computing(prefill)
+    prefill.kill()
+    answer = asking.result()
+    assert answer.token_ids == tiny_greedy(prompt, NUM_NEW)
+    assert answer.placement == "local;reason=transfer_failed"
+    assert decode.process.is_ready()
+    decode.wait_until_quiet()
+
+    nodes.start(Role.PREFILL, port=prefill.args.port, ucx_tls=ucx_tls)
+    wait_until_remote(decode)
+    again = prompt_of(3 * CHUNK, seed=2)
+    assert decode.ask(again, NUM_NEW).token_ids == tiny_greedy(again, NUM_NEW)
+    decode.wait_until_quiet()
+
+
+@over_both
+def test_a_decode_node_killed_in_the_middle_leaves_nothing_held_and_the_next_one_works(
+    nodes: Nodes, tiny_greedy: Greedy, ucx_tls: str | None
+) -> None:
+    prefill, decode = nodes.start_pair(ucx_tls=ucx_tls)
+    with decode.client() as client:
+        decoding = client.stream(token_ids=prompt_of(CHUNK, seed=3), max_new_tokens=4000, ignore_eos=True)
+        next(decoding)
+        arriving = client.stream(token_ids=prompt_of(LONG, seed=4), max_new_tokens=NUM_NEW)
+        wait_until_computing(prefill)
+        decode.kill()
+        arriving.close()
+    prefill.wait_until_quiet()
+    assert prefill.process.is_ready()
+
+    successor = nodes.start(Role.DECODE, prefill_peers=(prefill.address,), ucx_tls=ucx_tls)
+    wait_until_remote(successor)
+    prompt = prompt_of(3 * CHUNK, seed=5)
+    assert successor.ask(prompt, NUM_NEW).token_ids == tiny_greedy(prompt, NUM_NEW)
+    prefill.wait_until_quiet()
