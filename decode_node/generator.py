@@ -14,9 +14,17 @@ from decode_node.handoff import HandoffFailed, Handoffs
 from decode_node.peers import Peer, PeerTable
 from pdserve.config import DecodeFallback
 from pdserve.engine.front import Inbox, Rank, delta_of
-from pdserve.engine.messages import FromTransport, Output, PullBroken, PullCommitted, PullFinished, Reserved
-from pdserve.errors import PdserveError, PeerError, PeerMismatch
-from pdserve.request import DECODE_ONLY, FUSED, RankLoad, RequestId, Route, TokenDelta, TokenRequest
+from pdserve.engine.messages import (
+    FromTransport,
+    Output,
+    PullBroken,
+    PullCommitted,
+    PullFinished,
+    ReservationTakenBack,
+    Reserved,
+)
+from pdserve.errors import PdserveError, PeerError, PeerMismatch, TransferFailed
+from pdserve.request import DECODE_ONLY, FUSED, RankLoad, RequestId, Route, TokenDelta, TokenRequest, TransferId
 from pdserve.rpc.handoff import FirstToken
 
 log = logging.getLogger(__name__)
@@ -90,6 +98,8 @@ class Answer:
         self._peer: Peer | None = None
         self._placement = ""
         self._handoff: asyncio.Task[None] | None = None
+        self._num_attempts = 0
+        self._transfer_id: TransferId | None = None  # of the handoff under way
         self._first: FirstToken | None = None
         self._is_over = False
 
@@ -107,10 +117,12 @@ class Answer:
                 match message:
                     case Reserved():
                         self._start_handoff(message, inbox)
+                    case ReservationTakenBack():
+                        await self._end_handoff()
                     case FirstToken():
                         yield self._on_first_token(message)
-                    case HandoffFailed():
-                        self._on_handoff_failed(message)
+                    case HandoffFailed() if message.transfer_id == self._transfer_id:
+                        self._give_up(message.transfer_id, message.error)
                     case Output():
                         yield self._on_output(message)
                     case Exception():
@@ -155,6 +167,9 @@ class Answer:
 
     def _start_handoff(self, reserved: Reserved, inbox: Inbox) -> None:
         """The peer was chosen before the request had its slot, and may be gone since: then it is another's turn."""
+        if self._first is not None:  # the reservation before was taken back while its first token was on its way
+            self._give_up(reserved.transfer_id, TransferFailed("the reservation was taken back"))
+            return
         if self._peer is None or not self._peer.is_ready:
             self._leave_peer()
             if not self._choose_peer():
@@ -162,7 +177,11 @@ class Answer:
                 return
         assert self._peer is not None
         time_left_s = None if self._deadline is None else self._deadline - time.monotonic()
-        self._handoff = self._handoffs.start(self._peer, reserved, self._request, inbox, time_left_s)
+        self._handoff = self._handoffs.start(
+            self._peer, reserved, self._request, inbox, attempt=self._num_attempts, time_left_s=time_left_s
+        )
+        self._num_attempts += 1
+        self._transfer_id = reserved.transfer_id
 
     def _on_first_token(self, first: FirstToken) -> TokenDelta:
         """Streamed at once: the client does not wait for the KV, nor for its confirmation."""
@@ -179,12 +198,12 @@ class Answer:
             placement=self._placement,
         )
 
-    def _on_handoff_failed(self, failed: HandoffFailed) -> None:
+    def _give_up(self, transfer_id: TransferId, error: PeerError) -> None:
         """Go on here with the very next token."""
         self._leave_peer()
-        self._fall_back(failed.error, "transfer_failed")
+        self._fall_back(error, "transfer_failed")
         streamed = (self._first.token_id,) if self._first is not None else ()
-        self._rank.give_up_transfer(failed.transfer_id, streamed)
+        self._rank.give_up_transfer(transfer_id, streamed)
 
     def _on_output(self, output: Output) -> TokenDelta:
         self._is_over = output.finish is not None or bool(output.error_name)
@@ -205,6 +224,10 @@ class Answer:
         # An answer that the first token ended still has KV on its way: the rank is told to let go of it.
         is_over_at_rank = self._is_over and not (self._first is not None and self._first.finish is not None)
         self._rank.close(self._request.request_id, is_over=is_over_at_rank)
+        await self._end_handoff()
+
+    async def _end_handoff(self) -> None:
+        self._transfer_id = None
         if self._handoff is not None:
             self._handoff.cancel()
             with suppress(asyncio.CancelledError):

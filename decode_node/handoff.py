@@ -134,10 +134,10 @@ class Handoff:
 
     async def _next(self, until_s: float) -> Said | None:
         """What comes next, None where nothing does in time; what is here already comes before the time is judged."""
-        if not self._inbox.empty():
-            return self._inbox.get_nowait()
         with suppress(TimeoutError):
-            return await asyncio.wait_for(self._inbox.get(), until_s - time.monotonic())
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes together with a message.
+            async with asyncio.timeout(until_s - time.monotonic()):
+                return await self._inbox.get()
         return None
 
     def _is_progress(self, message: object) -> bool:
@@ -180,6 +180,7 @@ class Handoff:
         if message.num_ranks != NUM_RANKS:
             raise ProtocolError(f"the lease is held by {message.num_ranks} ranks, {NUM_RANKS} was described")
         self._lease_id = message.lease_id
+        self._rank.accept_transfer(self._transfer_id)
 
     def _on_chunk(self, chunk: ChunkReady) -> None:
         if self._lease_id is None or chunk.rank != 0 or chunk.seq != self._num_chunks:
@@ -247,7 +248,14 @@ class Handoffs:
         self.counters: Counter[str] = Counter()
 
     def start(
-        self, peer: Peer, transfer: Reserved, request: TokenRequest, inbox: Inbox, time_left_s: float | None
+        self,
+        peer: Peer,
+        transfer: Reserved,
+        request: TokenRequest,
+        inbox: Inbox,
+        *,
+        attempt: int,
+        time_left_s: float | None,
     ) -> asyncio.Task[None]:
         """Begin; FirstToken and HandoffFailed go into the request's inbox. Cancel the task to give it up."""
         handoff = Handoff(
@@ -262,7 +270,7 @@ class Handoffs:
         assert peer.description is not None
         start = Start(
             incarnation=peer.description.incarnation,
-            request_key=RequestKey(self._incarnation, request.request_id, attempt=0),
+            request_key=RequestKey(self._incarnation, request.request_id, attempt),
             weights_version=peer.description.weights_version,
             prompt=request.prompt,
             sampling=request.sampling,

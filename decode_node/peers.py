@@ -142,7 +142,8 @@ class PeerTable:
             else:
                 backoff_s = FIRST_BACKOFF_S
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(peer.suspect.wait(), CHECK_S)
+                    async with asyncio.timeout(CHECK_S):
+                        await peer.suspect.wait()
 
     async def _make_ready(self, peer: Peer) -> None:
         description = await self._describe(peer, peer.description.incarnation if peer.description else "")

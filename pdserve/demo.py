@@ -159,7 +159,7 @@ def moved(client: Client) -> tuple[int, int]:
 
 def table(run: Sequence[Asked], has_transfers: bool) -> Table:
     """One row a prompt."""
-    result = Table("prompt", "in", "out", "prefilled on", box=SIMPLE, padding=(0, 1, 0, 0))
+    result = Table("prompt", "in", "out", "prefilled", box=SIMPLE, padding=(0, 1, 0, 0))
     if has_transfers:
         result.add_column("KV MiB", justify="right")
         result.add_column("transfers", justify="right")

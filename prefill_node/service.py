@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,11 +167,15 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
 
     async def _next(self, handoff: Handoff, inbox: Inbox) -> ToDecode | None:
         """What to say next, if the next thing that happens is worth telling."""
-        with suppress(TimeoutError):
-            return self._answer(handoff, await asyncio.wait_for(inbox.get(), PROGRESS_S))
-        if handoff.is_accepted:
-            return Computing(handoff.num_tokens_done)
-        return Queued(list(self._queue).index(handoff.lease_id))
+        try:
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes together with a message.
+            async with asyncio.timeout(PROGRESS_S):
+                message = await inbox.get()
+        except TimeoutError:
+            if handoff.is_accepted:
+                return Computing(handoff.num_tokens_done)
+            return Queued(list(self._queue).index(handoff.lease_id))
+        return self._answer(handoff, message)
 
     def _answer(self, handoff: Handoff, message: object) -> ToDecode | None:
         match message:

@@ -23,12 +23,14 @@ from pdserve.engine.messages import (
     Output,
     Outputs,
     Ready,
+    ReservationTakenBack,
     Reserved,
     StartFailed,
     Stop,
     Submit,
     ToRank,
     ToTransport,
+    TransferAccepted,
 )
 from pdserve.errors import InternalError, NotReady, QueueFull, RequestIdInUse, StartupError, named
 from pdserve.request import (
@@ -108,7 +110,8 @@ class Rank:
         if self._transport is not None:
             self._transport.listen(self._guarded(lambda message: self.on_transport(message)))
         try:
-            return await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self._ready)
         except TimeoutError:
             raise StartupError(
                 f"the rank was not ready after {timeout_s:.0f} s: look at its log above, or raise --startup-timeout-s"
@@ -163,7 +166,7 @@ class Rank:
             case Outputs():
                 for output in message.outputs:
                     self.deliver(output.request_id, output)
-            case Reserved():
+            case Reserved() | ReservationTakenBack():
                 self.deliver(message.request_id, message)
             case LoadReport():
                 future = self._loads.get(message.number)
@@ -225,6 +228,10 @@ class Rank:
     def give_up_transfer(self, transfer_id: TransferId, forced_output: tuple[int, ...]) -> None:
         self._channel.send(GiveUpTransfer(transfer_id, forced_output))
 
+    def accept_transfer(self, transfer_id: TransferId) -> None:
+        """The peer took the prompt on: the reservation is not taken back any more."""
+        self._channel.send(TransferAccepted(transfer_id))
+
     def tell_transport(self, message: ToTransport) -> None:
         """A rank that is lost is told nothing: its requests have heard of that in their inboxes."""
         assert self._transport is not None, "this rank has no transport"
@@ -240,7 +247,8 @@ class Rank:
         self._loads[number] = future
         try:
             self._channel.send(AskLoad(number, check_integrity))
-            report = await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                report = await future
         except TimeoutError:
             raise NotReady(f"the rank did not report its load within {timeout_s:.0f} s") from None
         finally:

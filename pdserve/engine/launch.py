@@ -76,7 +76,8 @@ class RankProcess:
     async def end(self, timeout_s: float = 5.0) -> None:
         """Wait for it to leave, then kill it."""
         try:
-            await asyncio.wait_for(self._process.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
         except TimeoutError:
             self._process.kill()
             await self._process.wait()

@@ -54,6 +54,12 @@ class GiveUpTransfer(Message, frozen=True):
     forced_output: tuple[int, ...]
 
 
+class TransferAccepted(Message, frozen=True):
+    """The peer has reserved blocks for the whole prompt."""
+
+    transfer_id: TransferId
+
+
 class AskLoad(Message, frozen=True):
     """Answered by LoadReport with the same number; check_integrity walks every table first."""
 
@@ -65,7 +71,7 @@ class Stop(Message, frozen=True):
     """Leave the loop; nothing is owed to anybody any more."""
 
 
-ToRank = Submit | Abort | GiveUpTransfer | AskLoad | Stop
+ToRank = Submit | Abort | GiveUpTransfer | TransferAccepted | AskLoad | Stop
 
 # ---------------------------------------------------------------- loop → front
 
@@ -128,6 +134,13 @@ class Reserved(Message, frozen=True):
     num_cached_tokens: int
 
 
+class ReservationTakenBack(Message, frozen=True):
+    """Answers under way needed the blocks: the transfer is over, another Reserved follows when there is room."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+
+
 class LoadReport(Message, frozen=True):
     """integrity: empty, or what check_integrity found."""
 
@@ -136,7 +149,7 @@ class LoadReport(Message, frozen=True):
     integrity: str = ""
 
 
-FromRank = Loading | StartFailed | Ready | Outputs | Reserved | LoadReport
+FromRank = Loading | StartFailed | Ready | Outputs | Reserved | ReservationTakenBack | LoadReport
 
 # ---------------------------------------------------------------- front → transport thread
 

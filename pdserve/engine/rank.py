@@ -27,10 +27,12 @@ from pdserve.engine.messages import (
     OpenPull,
     Output,
     Outputs,
+    ReservationTakenBack,
     Reserved,
     Stop,
     Submit,
     ToRank,
+    TransferAccepted,
 )
 from pdserve.errors import PdserveError
 from pdserve.model.runner import ModelRunner, RoundResult
@@ -39,6 +41,7 @@ from pdserve.scheduler.plan import (
     AnswerEnded,
     ChunkComputed,
     Event,
+    KvAccepted,
     LeaseUnwanted,
     Outcome,
     PlanOptions,
@@ -126,7 +129,7 @@ class RankLoop:
             self._carry_out(self._scheduler.advance([StepDone(plan.round_id, result.tokens)]), result)
         has_events = self._advance_transport()
         self._flush()
-        return has_events or plan.batch_size > 0 or bool(plan.failed)
+        return has_events or plan.batch_size > 0 or bool(plan.failed or plan.reservations or plan.taken_back)
 
     def _advance_transport(self) -> bool:
         """Tell the scheduler what the transport thread saw; False if it saw nothing."""
@@ -148,6 +151,8 @@ class RankLoop:
                 case GiveUpTransfer():
                     failed = TransferFailed(message.transfer_id, message.forced_output)
                     self._carry_out(self._scheduler.advance([failed]))
+                case TransferAccepted():
+                    self._carry_out(self._scheduler.advance([KvAccepted(message.transfer_id)]))
                 case AskLoad():
                     self._on_ask_load(message)
                 case Stop():
@@ -217,6 +222,9 @@ class RankLoop:
                 OpenPull(reserved.transfer_id, reserved.num_cached_tokens, reserved.num_prompt_tokens, reserved.blocks)
             )
             self._front.send(Reserved(reserved.request_id, reserved.transfer_id, reserved.num_cached_tokens))
+        for taken in plan.taken_back:
+            self._link.submit(AbandonPull(taken.transfer_id))
+            self._front.send(ReservationTakenBack(taken.request_id, taken.transfer_id))
         self._carry_out(plan.failed)
 
     @property

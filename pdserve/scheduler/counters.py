@@ -18,3 +18,4 @@ class Counters:
     ignored_events: int = 0
     reroutes: int = 0
     capacity_failures: int = 0
+    reservations_taken_back: int = 0

@@ -100,10 +100,19 @@ class RequestFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class TakenBack:
+    """A reservation that no peer had accepted yet is undone. Its transfer drains; another Reservation follows."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+
+
+@dataclass(frozen=True, slots=True)
 class RoundPlan:
     """One round. Prefill rows come before decode rows in the forward.
 
-    failed: requests that had to be given up for want of capacity; they have ended.
+    failed: requests that had to be given up for want of capacity; they have ended. taken_back: reservations that
+    had to make room for answers under way; they wait again, at their old place.
     """
 
     round_id: int
@@ -112,6 +121,7 @@ class RoundPlan:
     decode: tuple[Row, ...] = ()
     reservations: tuple[Reservation, ...] = ()
     failed: tuple[RequestFailed, ...] = ()
+    taken_back: tuple[TakenBack, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -155,6 +165,13 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class KvAccepted:
+    """The peer has reserved blocks for the whole prompt: from now on the transfer will end by itself."""
+
+    transfer_id: TransferId
+
+
+@dataclass(frozen=True, slots=True)
 class KvReceived:
     """Every range arrived and the peer confirmed it. first_token: the token the peer drew after the prompt."""
 
@@ -191,7 +208,7 @@ class LeaseRevoked:
     request_id: RequestId
 
 
-Event = StepDone | KvReceived | TransferFailed | KvQuiet | LeaseReleased | LeaseRevoked
+Event = StepDone | KvAccepted | KvReceived | TransferFailed | KvQuiet | LeaseReleased | LeaseRevoked
 
 # ---------------------------------------------------------------- outcomes
 

@@ -9,10 +9,10 @@ from pdserve.request import BlockId, Side
 from pdserve.scheduler.block_pool import BlockPool
 from pdserve.scheduler.config import SchedulerConfig
 from pdserve.scheduler.counters import Counters
-from pdserve.scheduler.plan import PlanOptions, RequestFailed, Reservation, RoundPlan, Row, SlotStart
+from pdserve.scheduler.plan import PlanOptions, RequestFailed, Reservation, RoundPlan, Row, SlotStart, TakenBack
 from pdserve.scheduler.prefix_cache import extend_hashes
 from pdserve.scheduler.residents import Residents
-from pdserve.scheduler.state import Tracked, Transfer
+from pdserve.scheduler.state import Tracked, Transfer, TransferState
 
 # How far into the queue a round looks for prompts that fit. Keeps a round's cost flat in the queue's length.
 MAX_CANDIDATES = 32
@@ -61,13 +61,15 @@ class Planner:
             self._add_prefills(draft)
             if not draft.prefill:
                 self._add_decodes(draft, reserve=0)
+        is_stuck = not draft.prefill and not draft.decode and bool(draft.blocked_decodes)
         return RoundPlan(
             round_id,
             tuple(draft.starts),
             tuple(draft.prefill),
             tuple(draft.decode),
             tuple(draft.reservations),
-            self._given_up(draft),
+            failed=self._given_up(draft) if is_stuck else (),
+            taken_back=self._taken_back() if is_stuck else (),
         )
 
     # ------------------------------------------------------------ eligibility
@@ -249,9 +251,18 @@ class Planner:
 
     # ------------------------------------------------------------ out of blocks
 
+    def _taken_back(self) -> tuple[TakenBack, ...]:
+        """The newest reservation that only waits in a peer's queue, unless blocks are coming free anyway."""
+        transfers = self._residents.transfers.values()
+        if any(transfer.state is TransferState.DRAINING for transfer in transfers):
+            return ()
+        waiting = [transfer for transfer in transfers if not transfer.is_accepted]
+        newest = max(waiting, key=lambda t: self._residents.by_id[t.request_id].order, default=None)
+        return (TakenBack(newest.request_id, newest.transfer_id),) if newest else ()
+
     def _given_up(self, draft: Draft) -> tuple[RequestFailed, ...]:
-        """The newest decode, where nothing can run for want of blocks and nothing else will free any."""
-        if draft.prefill or draft.decode or not draft.blocked_decodes or self._will_free_blocks:
+        """The newest blocked decode, where nothing else will free any blocks."""
+        if self._will_free_blocks:
             return ()
         error = NotReady(
             f"the KV cache is full: no block of {self._pool.num_blocks} is free and none of "

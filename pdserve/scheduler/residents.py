@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
 
-from pdserve.request import FUSED, RequestId, Side, TransferId
+from pdserve.request import RequestId, Route, Side, TransferId
 from pdserve.scheduler.state import Move, State, Tracked, Transfer
 
 _order = attrgetter("order")
@@ -103,12 +103,12 @@ class Residents:
 
     # ------------------------------------------------------------ out of work
 
-    def reroute(self, request: Tracked) -> None:
-        """Back into the queue at its old place, to be prefilled here; its blocks are given back already."""
+    def requeue(self, request: Tracked, route: Route) -> None:
+        """From a transfer that came to nothing back to its old place; its blocks are given back already."""
         self.num_receiving -= 1
-        request.move(Move.REROUTE)
+        request.move(Move.REQUEUE)
         self._give_back_slot(request)
-        request.route = FUSED
+        request.route = route
         request.blocks = []
         request.num_computed = 0
         self.enqueue(request)

@@ -13,6 +13,7 @@ from pdserve.scheduler.plan import (
     AnswerEnded,
     ChunkComputed,
     Event,
+    KvAccepted,
     KvQuiet,
     KvReceived,
     LeaseReleased,
@@ -140,7 +141,16 @@ class Scheduler:
         for failure in plan.failed:
             self.counters.capacity_failures += 1
             self._end(self._residents.by_id[failure.request_id])
+        for taken in plan.taken_back:
+            self._take_back(self._residents.by_id[taken.request_id])
         return plan
+
+    def _take_back(self, request: Tracked) -> None:
+        """Its reservation is undone; what is not on the wire is free at once, the rest when the transfer is quiet."""
+        self._abandon_transfer(request)
+        self._pool.release(request.blocks)
+        self.counters.reservations_taken_back += 1
+        self._residents.requeue(request, request.route)
 
     def advance(self, events: Iterable[Event]) -> tuple[Outcome, ...]:
         """Apply events in order, and what came of them. Events for unknown ids are counted and ignored."""
@@ -149,6 +159,8 @@ class Scheduler:
             match event:
                 case StepDone():
                     self._on_step_done(event, outcomes)
+                case KvAccepted():
+                    self._on_kv_accepted(event)
                 case KvReceived():
                     self._on_kv_received(event, outcomes)
                 case TransferFailed():
@@ -243,6 +255,13 @@ class Scheduler:
 
     # ------------------------------------------------------------ transfers
 
+    def _on_kv_accepted(self, event: KvAccepted) -> None:
+        transfer = self._residents.transfers.get(event.transfer_id)
+        if transfer is None:
+            self.counters.ignored_events += 1
+        else:
+            transfer.is_accepted = True
+
     def _on_kv_received(self, event: KvReceived, outcomes: list[Outcome]) -> None:
         transfer = self._residents.transfers.get(event.transfer_id)
         if transfer is None:
@@ -274,7 +293,7 @@ class Scheduler:
             return
         self._pool.release(request.blocks)
         self.counters.reroutes += 1
-        self._residents.reroute(request)
+        self._residents.requeue(request, FUSED)
 
     def _ends_with(self, request: Tracked, token: int, outcomes: list[Outcome]) -> bool:
         """End the answer if `token`, drawn by a peer, is its last."""

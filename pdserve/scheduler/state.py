@@ -5,7 +5,7 @@ prefill WAITING, RECEIVING, DECODING. STOPPING is for who ends while a round or 
 
     WAITING     ──admit──▶ PREFILLING    ──reserve──▶ RECEIVING  ──end──▶ FINISHED
     PREFILLING  ──prefilled──▶ DECODING  ──sent_off──▶ SENDING   ──stop──▶ STOPPING  ──end──▶ FINISHED
-    RECEIVING   ──received──▶ DECODING   ──reroute──▶ WAITING    ──end──▶ FINISHED
+    RECEIVING   ──received──▶ DECODING   ──requeue──▶ WAITING    ──end──▶ FINISHED
     DECODING    ──stop──▶ STOPPING       ──end──▶ FINISHED
     SENDING     ──stop──▶ STOPPING       ──end──▶ FINISHED
     STOPPING    ──end──▶ FINISHED
@@ -41,7 +41,7 @@ class Move(enum.Enum):
     PREFILLED = enum.auto()
     SENT_OFF = enum.auto()
     RECEIVED = enum.auto()
-    REROUTE = enum.auto()
+    REQUEUE = enum.auto()
     STOP = enum.auto()
     END = enum.auto()
 
@@ -55,7 +55,7 @@ TABLE: dict[tuple[State, Move], State] = {
     (State.PREFILLING, Move.STOP): State.STOPPING,
     (State.PREFILLING, Move.END): State.FINISHED,
     (State.RECEIVING, Move.RECEIVED): State.DECODING,
-    (State.RECEIVING, Move.REROUTE): State.WAITING,
+    (State.RECEIVING, Move.REQUEUE): State.WAITING,
     (State.RECEIVING, Move.END): State.FINISHED,
     (State.DECODING, Move.STOP): State.STOPPING,
     (State.DECODING, Move.END): State.FINISHED,
@@ -153,6 +153,7 @@ class Transfer:
     transfer_id: TransferId
     request_id: RequestId
     blocks: tuple[BlockId, ...]
+    is_accepted: bool = False
     state: TransferState = TransferState.OPEN
 
     def move(self, move: TransferMove) -> None:

@@ -152,9 +152,12 @@ class Cluster:
 
     async def pair(self, size: Size | None = None, decode_size: Size | None = None, **settings: object) -> Pair:
         """A prefill node, and a decode node that has it as its peer."""
-        prefill = await self.start(Role.PREFILL, size)
+        prefill = await self.start_prefill(size)
         decode = await self.decode_of(prefill.address, size=decode_size or size, **settings)
         return Pair(prefill, decode, self.journal, self.network)
+
+    async def start_prefill(self, size: Size | None = None, **settings: object) -> Node:
+        return await self.start(Role.PREFILL, size, **settings)
 
     async def decode_of(self, *addresses: str, size: Size | None = None, **settings: object) -> Node:
         """A decode node that is connected to the peers at these addresses."""

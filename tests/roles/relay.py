@@ -142,8 +142,8 @@ class DecodeByHand:
     """The decode node's side of the protocol, one message at a time."""
 
     def __init__(self, node: Node) -> None:
-        self._channel = grpc.aio.insecure_channel(node.address)
-        self.stub = stub_of(self._channel)
+        self.channel = grpc.aio.insecure_channel(node.address)
+        self.stub = stub_of(self.channel)
 
     async def describe(self) -> Description:
         return decode_description(await self.stub.Describe(pb.DescribeRequest()))
@@ -169,7 +169,7 @@ class DecodeByHand:
         return stream
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self.channel.close()
 
 
 @asynccontextmanager

@@ -51,6 +51,7 @@ class Walk:
             self.abort: 1,
             self.plan: 8,
             self.run: 8,
+            self.accept: 2,
             self.receive: 3,
             self.fail: 2,
             self.write_late: 2,
@@ -101,9 +102,9 @@ class Walk:
             return
         allow_prefill = self.random.random() < 0.7
         plan = self.world.plan(allow_prefill)
-        if not (plan.rows or plan.reservations or plan.failed):
+        if not (plan.rows or plan.reservations or plan.failed or plan.taken_back):
             again = self.world.plan(allow_prefill)
-            is_busy = bool(again.rows or again.reservations or again.failed)
+            is_busy = bool(again.rows or again.reservations or again.failed or again.taken_back)
             assert not is_busy, "an idle round is followed by a busy one, though nothing happened"
             self.seen["idle"] += 1
 
@@ -119,6 +120,10 @@ class Walk:
             return None
         self.past_transfers.append(self.random.choice(pulls))
         return self.past_transfers[-1]
+
+    def accept(self) -> None:
+        if (transfer_id := self.a_transfer()) is not None:
+            self.world.accept(transfer_id)
 
     def receive(self) -> None:
         if (transfer_id := self.a_transfer()) is not None:

@@ -19,6 +19,7 @@ from pdserve.scheduler.plan import (
     AnswerEnded,
     ChunkComputed,
     Event,
+    KvAccepted,
     KvQuiet,
     KvReceived,
     LeaseReleased,
@@ -98,6 +99,7 @@ class Pull:
 
     reservation: Reservation
     is_wanted: bool = True
+    is_accepted: bool = False
 
 
 class World:
@@ -154,6 +156,11 @@ class World:
             self._start(start)
         for reservation in plan.reservations:
             self._reserve(reservation)
+        for taken in plan.taken_back:
+            pull = self.pulls[taken.transfer_id]
+            assert pull.is_wanted, "a reservation is taken back twice"
+            assert not pull.is_accepted, "a reservation is taken back from a peer that accepted it"
+            pull.is_wanted = False
         self._take_in(plan.failed)
         for row in plan.rows:
             self.slots[row.slot].table.extend(row.new_blocks)
@@ -227,6 +234,11 @@ class World:
 
     def transfer_of(self, request_id: str) -> TransferId:
         return next(i for i, pull in self.pulls.items() if pull.reservation.request_id == request_id)
+
+    def accept(self, transfer_id: TransferId) -> None:
+        """The peer has reserved what it needs."""
+        self.pulls[transfer_id].is_accepted = True
+        assert self.advance(KvAccepted(transfer_id)) == ()
 
     def write_late(self, transfer_id: TransferId) -> None:
         """The peer scribbles over a destination that isn't quiet."""
