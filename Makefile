@@ -2,6 +2,10 @@
 # make test   lint, types, architecture, tests
 # make fmt    formats and fixes what can be fixed
 # make clean  takes the environment and every product away
+#
+# make streams       64 streams at a time through P + D, over both transports: every answer, block and byte checked
+# make bench-rounds  the rank loop's time outside the model's forward
+# make bench-kv      KV pulled by NIXL beside a plain copy of the same bytes
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
@@ -12,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test fmt clean
+.PHONY: demo test fmt clean streams bench-rounds bench-kv
 
 demo: $(VENV)/.node
 	@$(BIN)/pdserve demo
@@ -26,6 +30,15 @@ test: $(VENV)/.dev
 fmt: $(VENV)/.dev
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+streams: $(VENV)/.node
+	@$(BIN)/python -m pdserve.bench.streams --ucx-tls default --ucx-tls tcp,self
+
+bench-rounds: $(VENV)/.node
+	@$(BIN)/python -m pdserve.bench.rounds
+
+bench-kv: $(VENV)/.node
+	@$(BIN)/python -m pdserve.bench.kv_pull
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage *.egg-info

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 
-from decode_node.handoff import HandoffFailed, Handoffs
+from decode_node.handoff import HandoffFailed, Handoffs, PromptPrefilled
 from decode_node.peers import Peer, PeerTable
 from pdserve.config import DecodeFallback
 from pdserve.engine.front import Inbox, Rank, delta_of
@@ -119,10 +119,10 @@ class Answer:
                         self._start_handoff(message, inbox)
                     case ReservationTakenBack():
                         await self._end_handoff()
-                    case FirstToken():
-                        yield self._on_first_token(message)
-                    case HandoffFailed() if message.transfer_id == self._transfer_id:
-                        self._give_up(message.transfer_id, message.error)
+                    case PromptPrefilled(transfer_id, first) if transfer_id == self._transfer_id:
+                        yield self._on_first_token(first)
+                    case HandoffFailed(transfer_id, error) if transfer_id == self._transfer_id:
+                        self._give_up(transfer_id, error)
                     case Output():
                         yield self._on_output(message)
                     case Exception():

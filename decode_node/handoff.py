@@ -107,7 +107,10 @@ class Handoff:
 
     async def _write(self, call: Call, message: pb.PrefillRequest) -> None:
         try:
-            await call.write(message)
+            async with asyncio.timeout(self._timeout_s):
+                await call.write(message)
+        except TimeoutError:
+            raise TransferFailed(f"{self._peer.target} took no message for {self._timeout_s:g} s") from None
         except grpc.aio.AioRpcError as error:
             raise _peer_error(error) from None
         except asyncio.InvalidStateError:
@@ -229,6 +232,14 @@ def _peer_error(error: grpc.aio.AioRpcError) -> PeerError:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptPrefilled:
+    """Into the request's inbox: the peer drew the first token."""
+
+    transfer_id: TransferId
+    first: FirstToken
+
+
+@dataclass(frozen=True, slots=True)
 class HandoffFailed:
     """Into the request's inbox: its KV will not come."""
 
@@ -257,12 +268,12 @@ class Handoffs:
         attempt: int,
         time_left_s: float | None,
     ) -> asyncio.Task[None]:
-        """Begin; FirstToken and HandoffFailed go into the request's inbox. Cancel the task to give it up."""
+        """Begin; PromptPrefilled and HandoffFailed go into the request's inbox. Cancel the task to give it up."""
         handoff = Handoff(
             peer,
             self._rank,
             transfer.transfer_id,
-            inbox.put,
+            lambda first: inbox.put(PromptPrefilled(transfer.transfer_id, first)),
             self._timeout_s,
             self._fingerprint.vocab_size,
         )
@@ -270,7 +281,7 @@ class Handoffs:
         assert peer.description is not None
         start = Start(
             incarnation=peer.description.incarnation,
-            request_key=RequestKey(self._incarnation, request.request_id, attempt),
+            request_key=RequestKey(self._incarnation, inbox.rank_id, attempt),
             weights_version=peer.description.weights_version,
             prompt=request.prompt,
             sampling=request.sampling,

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve.client import Client
 from pdserve.config import MODULES, ServerArgs
 from pdserve.config.environment import without_settings
-from pdserve.errors import StartupError
+from pdserve.errors import PdserveError, StartupError
 
 POLL_S = 0.2
 # Asks the kernel for SIGTERM when its parent dies, however it dies (prctl, PR_SET_PDEATHSIG), and becomes the node.
@@ -80,8 +80,11 @@ class NodeProcess:
         if not self.args.prefill_peers:
             return True
         with Client(self.args.address, timeout_s=5.0) as client:
-            num_ready = sum(load.counters.get("num_ready_peers", 0) for load in client.loads())
-        return num_ready == len(self.args.prefill_peers)
+            try:
+                loads = client.loads()
+            except PdserveError:  # it may end at any moment, which is seen and told elsewhere
+                return False
+        return sum(load.counters.get("num_ready_peers", 0) for load in loads) == len(self.args.prefill_peers)
 
     def ask_to_stop(self) -> None:
         """SIGTERM: the first drains, a second ends at once."""

@@ -59,7 +59,13 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "nixl_cu12": ("pdserve.transfer.nixl", "pdserve.transfer.file_tier"),
     "nixl": (),
     "flashinfer": ("pdserve.model.attention.flashinfer",),
-    "torch": ("pdserve.model", "pdserve.kv.storage", "pdserve.engine.group", "pdserve.transfer"),
+    "torch": (
+        "pdserve.model",
+        "pdserve.kv.storage",
+        "pdserve.engine.group",
+        "pdserve.transfer",
+        "pdserve.bench.rounds",
+    ),
     "transformers": (),
     "safetensors": ("pdserve.model",),
     "gguf": ("pdserve.model.gguf_convert",),
@@ -82,6 +88,7 @@ ROLE_IDENTIFIER = re.compile(r"role|is_prefill\w*|is_decode\w*|is_fused|disagg\w
 KNOWS_ROLES = (
     *("pdserve.config", "pdserve.cli", "pdserve.commands", "pdserve.startup", "pdserve.node_process", "pdserve.demo"),
     "pdserve.node",  # names the node in logs and to its peers
+    "pdserve.bench.streams",  # starts nodes
     *ROLES,
 )
 CHAT_ROLES = {"pdserve.client.wire", "pdserve.rpc.codec"}  # the author of a chat message is its `role`, everywhere

@@ -38,7 +38,8 @@ class AnswerEncoder:
         assert not sample.is_finished, f"sample {chunk.index} of {self._request.request_id} went on after its end"
         delta = chunk.delta
         sample.num_cached_tokens = max(sample.num_cached_tokens, delta.num_cached_tokens)
-        sample.placement = sample.placement or delta.placement
+        # The latest counts: a transfer may fail after the peer's first token.
+        sample.placement = delta.placement or sample.placement
         if not self._is_streamed:
             _gather(sample, chunk)
         elif delta.token_ids or chunk.text or delta.prompt_logprobs is not None:

@@ -14,7 +14,7 @@ import fused.node
 import prefill_node.node
 from pdserve.client.aio import AsyncClient
 from pdserve.client.types import Answer
-from pdserve.config import DecodeFallback, Role, ServerArgs
+from pdserve.config import Role, ServerArgs
 from pdserve.engine.channel import FrontChannel, private_directory
 from pdserve.engine.front import Rank
 from pdserve.engine.messages import FromRank, FromTransport, PeerConnected, ToRank, ToTransport
@@ -79,13 +79,17 @@ class Node:
             return
         self.is_stopped = True
         self.inside.runner.release()
-        await self.client.close()
         await self.server.stop(grace_s=0)
         for task in self.background:
             task.cancel()
         await asyncio.gather(*self.background, return_exceptions=True)
         await self.rank.stop()
         await asyncio.to_thread(self.inside.join)
+        await self.client.close()
+
+    def lose_rank(self) -> None:
+        """What the node does when its rank process has ended."""
+        self.rank._on_lost("the rank process ended with status -9")
 
     async def die(self) -> None:
         """As a killed process: nothing of it can be read from one moment to the next, its streams break."""
@@ -130,7 +134,9 @@ class Cluster:
         args.port = await server.start()
         await server.set_serving(True)
         background = [asyncio.create_task(work) for work in parts.background]
-        node = Node(name, args, rank, inside, self.network, AsyncClient(args.address), server, background)
+        node = Node(
+            name, args, rank, inside, self.network, AsyncClient(args.address, max_attempts=1), server, background
+        )
         self.stack.push_async_callback(node.stop)
         return node
 
@@ -165,9 +171,13 @@ class Cluster:
         await until_ready(decode, len(addresses))
         return decode
 
-    async def until_connected(self, decode: Node, prefill: Node) -> None:
-        """Until `decode` can read from this life of `prefill`, and would choose it."""
+    async def until_told_connected(self, decode: Node, prefill: Node) -> None:
+        """Until `decode` can read from this life of `prefill`."""
         await self.journal.first(Told, node=decode.name, message=PeerConnected(PeerId(f"life-of-{prefill.name}/0")))
+
+    async def until_connected(self, decode: Node, prefill: Node) -> None:
+        """Until `decode` would choose this life of `prefill`; its loop must not be held."""
+        await self.until_told_connected(decode, prefill)
         await until_ready(decode)
 
 
@@ -190,7 +200,8 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [Random(f"{seed} {length}").randrange(256) for _ in range(length)]
+    random = Random(f"{seed} {length}")
+    return [random.randrange(256) for _ in range(length)]
 
 
 def answer_to(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
@@ -203,6 +214,13 @@ async def ask(node: Node, prompt: Sequence[int], num_tokens: int = 6, **options:
     answer = await node.client.generate(token_ids=prompt, max_new_tokens=num_tokens, timeout_s=LIMIT_S, **options)
     assert answer.token_ids == answer_to(prompt, len(answer.token_ids))
     return answer
+
+
+async def until(is_reached: Callable[[], bool]) -> None:
+    """Lets everything else on the event loop go on until it is so."""
+    async with asyncio.timeout(LIMIT_S):
+        while not is_reached():  # noqa: ASYNC110 - nothing would set an event for it
+            await asyncio.sleep(0)
 
 
 async def until_load(node: Node, is_reached: Callable[[RankLoad], bool]) -> RankLoad:

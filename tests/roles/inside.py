@@ -134,6 +134,7 @@ class Size:
     num_slots: int = 8
     max_model_len: int = 2048
     chunk: int = CHUNK
+    answer_headroom: int = 1024
     lease_s: float = 30.0
     quarantine_s: float = 120.0
     connect_timeout_s: float = 10.0
@@ -168,6 +169,7 @@ class RankThread:
                 max_batch_size=self.size.num_slots,
                 max_scheduled_tokens=self.size.chunk,
                 max_model_len=self.size.max_model_len,
+                answer_headroom=self.size.answer_headroom,
                 max_outstanding_transfers=self.size.max_outstanding_transfers,
             )
         )

@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class Journal:
-    """`note` from any thread, `until` on the event loop that made it."""
+    """`note` from any thread, `until` on the event loop that is given, or else runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.events: list[object] = []
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop or asyncio.get_running_loop()
         self._changed = asyncio.Event()
 
     def note(self, event: object) -> None:

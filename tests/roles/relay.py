@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import grpc
 
 from pdserve.request import RequestId, SamplingParams
-from pdserve.rpc.handoff import Description, RequestKey, Start, ToDecode, ToPrefill
+from pdserve.rpc.handoff import ChunkReady, Description, FirstToken, RequestKey, Start, ToDecode, ToPrefill
 from pdserve.rpc.handoff_codec import (
     decode_description,
     decode_to_decode,
@@ -44,22 +44,32 @@ class Asked:
 
 
 class Relay(handoff_pb2_grpc.HandoffServicer):
-    """change: what becomes of each message from P to D; an exception breaks the stream there."""
+    """change: what becomes of each message from P to D; an exception breaks the stream there.
+
+    is_deaf_to: what D says of this kind is lost. is_deaf: nothing D says is even read.
+    """
 
     def __init__(self, target: str, journal: Journal) -> None:
         self.change: ToDecodeChange = lambda said: [said]
         self.is_deaf_to: type[ToPrefill] | None = None
+        self.is_deaf = False
+        self.max_prompt_tokens: int | None = None
         self.address = ""
         self._journal = journal
         self._channel = grpc.aio.insecure_channel(target)
         self._stub = stub_of(self._channel)
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
-        return await self._stub.Describe(request)
+        described = await self._stub.Describe(request)
+        if self.max_prompt_tokens is not None:
+            described.max_prompt_tokens = self.max_prompt_tokens
+        return described
 
     async def Prefill(
         self, requests: AsyncIterator[pb.PrefillRequest], context: Any
     ) -> AsyncGenerator[pb.PrefillResponse, None]:
+        if self.is_deaf:
+            await asyncio.Event().wait()
         call = self._stub.Prefill()
         pump = asyncio.create_task(self._pump(requests, call))
         try:
@@ -116,13 +126,21 @@ class Stream:
     async def say(self, message: ToPrefill | pb.PrefillRequest) -> None:
         await self.call.write(message if isinstance(message, pb.PrefillRequest) else encode_to_prefill(message))
 
-    async def hear(self, kind: type[ToDecode]) -> Any:
+    async def hear(self, kind: type[ToDecode] | tuple[type[ToDecode], ...]) -> Any:
         """The next message of this kind; what comes before is passed over."""
         async with asyncio.timeout(LIMIT_S):
             async for message in self.call:
                 if isinstance(said := decode_to_decode(message), kind):
                     return said
-        raise AssertionError(f"the stream ended without a {kind.__name__}")
+        raise AssertionError(f"the stream ended without a {kind}")
+
+    async def hear_the_prompt_out(self) -> FirstToken:
+        """Until everything was said that may come before the release: the first token, and every chunk."""
+        first, num_chunks = None, 0
+        while first is None or num_chunks < first.num_chunks:
+            said = await self.hear((FirstToken, ChunkReady))
+            first, num_chunks = (said, num_chunks) if isinstance(said, FirstToken) else (first, num_chunks + 1)
+        return first
 
     async def hang_up(self) -> None:
         self.call.cancel()
@@ -163,9 +181,9 @@ class DecodeByHand:
     def open(self) -> Stream:
         return Stream(self.stub.Prefill())
 
-    async def begin(self, prompt: Sequence[int], name: str = "by-hand") -> Stream:
+    async def begin(self, prompt: Sequence[int], name: str = "by-hand", time_left_s: float | None = None) -> Stream:
         stream = self.open()
-        await stream.say(await self.start_of(prompt, name))
+        await stream.say(replace(await self.start_of(prompt, name), time_left_s=time_left_s))
         return stream
 
     async def close(self) -> None:
@@ -179,5 +197,3 @@ async def decode_by_hand(node: Node) -> AsyncIterator[DecodeByHand]:
         yield by_hand
     finally:
         await by_hand.close()
-
-

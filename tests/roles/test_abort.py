@@ -163,6 +163,7 @@ async def test_an_id_may_be_used_again_as_soon_as_its_caller_left(pair: Pair) ->
         victim.close()
         answer = await ask_as(VICTIM, pair.decode)
         assert (answer.finish, answer.token_ids) == (FinishReason.LENGTH, answer_to(PROMPT, 6))
+        assert answer.placement == f"remote;peer={pair.prefill.address}"
     await pair.settle()
 
 

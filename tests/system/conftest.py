@@ -32,6 +32,7 @@ TINY_LLAMA = {
     "initializer_range": 0.15,
 }
 
+Pair = tuple[Node, Node]
 Greedy = Callable[[Sequence[int], int], tuple[int, ...]]
 
 
@@ -50,6 +51,15 @@ def make_model(directory: Path, seed: int) -> Path:
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY_LLAMA)).save_pretrained(directory)
     byte_tokenizer().save(str(directory / "tokenizer.json"))
     return directory
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The nodes need the cores more than the reference does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +115,19 @@ def fused(shared_nodes: Nodes) -> Node:
 TRANSPORTS = {"default": None, "tcp": "tcp,self"}
 
 
-@pytest.fixture(scope="session", params=TRANSPORTS)
-def pair(request: pytest.FixtureRequest, shared_nodes: Nodes) -> tuple[Node, Node]:
+@pytest.fixture(scope="session")
+def pair_by_default(shared_nodes: Nodes) -> Pair:
+    """A prefill and a decode node."""
+    return shared_nodes.start_pair()
+
+
+@pytest.fixture(scope="session")
+def pair_by_tcp(shared_nodes: Nodes) -> Pair:
+    return shared_nodes.start_pair(ucx_tls=TRANSPORTS["tcp"])
+
+
+@pytest.fixture(params=TRANSPORTS)
+def pair(request: pytest.FixtureRequest) -> Pair:
     """A prefill and a decode node, over each transport."""
-    return shared_nodes.start_pair(ucx_tls=TRANSPORTS[request.param])
+    pair: Pair = request.getfixturevalue(f"pair_by_{request.param}")
+    return pair

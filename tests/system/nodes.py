@@ -13,7 +13,7 @@ from typing import Any
 from pdserve.bench.processes import children, is_running
 from pdserve.client import Answer, Client
 from pdserve.config import Role, ServerArgs
-from pdserve.node_process import NodeProcess, free_port, wait_until_ready
+from pdserve.node_process import NodeProcess, free_port
 from pdserve.request import RankLoad
 
 BLOCK_SIZE = 16
@@ -32,11 +32,12 @@ TINY: dict[str, Any] = {
 class Node:
     """One node process and its log."""
 
-    def __init__(self, args: ServerArgs, log: Path, environment: dict[str, str]) -> None:
+    def __init__(self, args: ServerArgs, log: Path, ucx_tls: str | None) -> None:
         self.args = args
+        self.ucx_tls = ucx_tls
         self._log = log
         with log.open("wb") as file:
-            self.process = NodeProcess(args, file, environment)
+            self.process = NodeProcess(args, file, {"UCX_TLS": ucx_tls} if ucx_tls else {})
 
     @property
     def address(self) -> str:
@@ -96,22 +97,23 @@ class Nodes:
         args = ServerArgs(role=role, **settings)
         args.validate()
         log = self._folder / f"{next(self._numbers)}-{role}.log"
-        node = Node(args, log, {"UCX_TLS": ucx_tls} if ucx_tls else {})
+        node = Node(args, log, ucx_tls)
         self._nodes.append(node)
         return node
 
     def start(self, role: Role, **settings: Any) -> Node:
         """A node that serves."""
         node = self.begin(role, **settings)
-        wait_until_ready([node.process], lambda process: None)
+        wait_until_serving(node)
         return node
 
     def start_pair(self, **settings: Any) -> tuple[Node, Node]:
         """A prefill node and a decode node that has found it."""
         prefill = self.begin(Role.PREFILL, **settings)
         decode = self.begin(Role.DECODE, prefill_peers=(prefill.address,), **settings)
-        wait_until_ready([prefill.process, decode.process], lambda process: None)
-        wait_until_remote(decode)
+        for node in (prefill, decode):
+            wait_until_serving(node)
+        wait_until_connected(decode)
         return prefill, decode
 
     def end(self) -> None:
@@ -122,17 +124,25 @@ class Nodes:
             node.process.end()
 
 
-def wait_until_remote(decode: Node) -> None:
-    """Its peer is connected: prompts are prefilled there."""
-    wait_for(lambda: decode.ask([7, 8, 9], 1).placement.startswith("remote"), lambda: decode.log)
+def wait_until_serving(node: Node) -> None:
+    def is_settled() -> bool:
+        return node.process.has_ended or node.process.is_serving()
+
+    wait_for(is_settled, lambda: node.log)
+    assert not node.process.has_ended, node.log
 
 
-def wait_for(is_so: Callable[[], bool], told: Callable[[], str]) -> None:
-    """Returns when `is_so`; fails with what is `told` when it never is."""
+def wait_until_connected(decode: Node) -> None:
+    """Prompts are prefilled by its peers from now on."""
+    wait_for(decode.process.has_its_peers, lambda: decode.log)
+
+
+def wait_for(is_so: Callable[[], bool], told: Callable[[], str], poll_s: float = 0.1) -> None:
+    """Returns when `is_so`; fails with what is `told` when it never is. Each look costs the nodes some of a core."""
     deadline = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < deadline, told()
-        time.sleep(0.005)
+        time.sleep(poll_s)
 
 
 def wait_until_gone(pid: int) -> None:

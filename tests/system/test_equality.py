@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.system.conftest import NUM_BYTES, Greedy
+from tests.system.conftest import NUM_BYTES, Greedy, Pair
 from tests.system.nodes import BLOCK_SIZE, CHUNK, Node
 
 pytestmark = pytest.mark.system
@@ -28,7 +28,7 @@ def test_a_fused_node_answers_as_transformers_does(fused: Node, tiny_greedy: Gre
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_pair_answers_as_transformers_does_and_every_byte_of_kv_crosses_once(
-    pair: tuple[Node, Node], tiny_greedy: Greedy, length: int
+    pair: Pair, tiny_greedy: Greedy, length: int
 ) -> None:
     prefill, decode = pair
     prompt = prompt_of(length)
@@ -54,7 +54,7 @@ def block_bytes() -> int:
 
 
 def test_a_second_prompt_with_the_same_beginning_moves_only_what_the_decode_node_lacks(
-    pair: tuple[Node, Node], tiny_greedy: Greedy
+    pair: Pair, tiny_greedy: Greedy
 ) -> None:
     _, decode = pair
     first = prompt_of(3 * CHUNK, seed=1)

@@ -28,10 +28,10 @@ def long_answer(client: Client, max_new_tokens: int = ENDLESS) -> Stream:
 
 def test_a_node_is_not_serving_until_it_answers(nodes: Nodes) -> None:
     node = nodes.begin(Role.FUSED)
-    assert not node.process.is_ready()
+    assert not node.process.is_serving()
     with node.client() as client, pytest.raises(NotReady):
         client.generate(token_ids=[1], max_new_tokens=1)
-    wait_for(node.process.is_ready, lambda: node.log)
+    wait_for(node.process.is_serving, lambda: node.log)
     assert node.ask([1], 1).finish is FinishReason.LENGTH
 
 
@@ -41,7 +41,7 @@ def test_sigterm_lets_a_running_answer_finish_and_refuses_new_ones(nodes: Nodes)
         stream = long_answer(client, max_new_tokens=64)
         os.kill(node.rank_pid, signal.SIGSTOP)  # so that the answer is still running when the others have been asked
         node.process.ask_to_stop()
-        wait_for(lambda: not node.process.is_ready(), lambda: node.log)
+        wait_for(lambda: not node.process.is_serving(), lambda: node.log)
         with pytest.raises(NotReady, match="draining"):
             client.generate(token_ids=[1], max_new_tokens=1)
         os.kill(node.rank_pid, signal.SIGCONT)

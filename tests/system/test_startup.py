@@ -65,7 +65,7 @@ def test_too_little_memory_is_told_with_the_knob(tiny_model: Path, flag: str, va
 
 def test_all_wrong_flags_are_told_at_once() -> None:
     lines = refused(
-        "smollm2", "--port", "70000", "--max-num-seqs", "0", "--speed", "9", "--kv-lease-s", "3", role=Role.DECODE
+        "smollm2", "--port", "70000", "--max-num-seqs", "0", "--speed=9", "--kv-lease-s", "3", role=Role.DECODE
     )
     assert lines[0] == "decode node: 4 settings are wrong:"
     for flag in ("--port 70000", "--max-num-seqs 0", "--speed", "--kv-lease-s 3"):

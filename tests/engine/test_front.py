@@ -1,0 +1,300 @@
+"""The front's view of a rank, against a rank played by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from pdserve.engine import launch
+from pdserve.engine.channel import FrontChannel, RankChannel
+from pdserve.engine.front import LocalTokens, Rank
+from pdserve.engine.launch import RankProcess, RankSpec, TransportSpec, read_spec
+from pdserve.engine.messages import (
+    Abort,
+    AskLoad,
+    ExpectPeer,
+    FromRank,
+    FromTransport,
+    LeaseOpened,
+    Loading,
+    LoadReport,
+    Output,
+    Outputs,
+    Ready,
+    StartFailed,
+    Submit,
+    ToRank,
+    ToTransport,
+)
+from pdserve.errors import InternalError, InvalidRequest, NotReady, QueueFull, RequestIdInUse, StartupError
+from pdserve.request import FUSED, FinishReason, LeaseId, RankLoad, RequestId, SamplingParams, TokenDelta, TokenRequest
+from tests.roles.inside import fingerprint
+from tests.roles.journal import LIMIT_S
+
+READY = Ready(8, 1024, 512, 258, (256,), fingerprint("r0"), b"metadata")
+LOAD = RankLoad(0, 1, 2, 3, 4, 5, 6)
+
+
+@dataclass
+class ByHand:
+    """The rank's ends, and the front's Rank."""
+
+    rank: Rank
+    loop: RankChannel[ToRank, FromRank]
+    transport: RankChannel[ToTransport, FromTransport]
+    heard: list[ToRank] = field(default_factory=list)
+
+    async def hear(self, kind: type[ToRank]) -> ToRank:
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                self.heard += self.loop.receive_all()
+                for message in self.heard:
+                    if isinstance(message, kind):
+                        self.heard.remove(message)
+                        return message
+                await asyncio.sleep(0)
+
+    async def ready(self) -> None:
+        self.loop.send(READY)
+        assert await self.rank.attach(timeout_s=LIMIT_S) == READY
+
+
+@pytest.fixture
+async def by_hand(sockets: Path) -> AsyncIterator[ByHand]:
+    loop, transport = f"ipc://{sockets}/loop", f"ipc://{sockets}/transport"
+    front: FrontChannel[FromRank, ToRank] = FrontChannel(loop, FromRank)
+    beside: FrontChannel[FromTransport, ToTransport] = FrontChannel(transport, FromTransport)
+    hand = ByHand(
+        Rank(front, max_live=2, transport=beside), RankChannel(loop, ToRank), RankChannel(transport, ToTransport)
+    )
+    yield hand
+    hand.loop.close()
+    hand.transport.close()
+    await hand.rank.stop()
+
+
+def request(name: str) -> TokenRequest:
+    return TokenRequest(RequestId(name), (1, 2), SamplingParams(4))
+
+
+# ---------------------------------------------------------------- start
+
+
+async def test_loading_is_told_until_the_rank_is_ready(by_hand: ByHand) -> None:
+    seen: list[Loading] = []
+    by_hand.loop.send(Loading("weights", 1, 2))
+    by_hand.loop.send(READY)
+    assert await by_hand.rank.attach(timeout_s=LIMIT_S, on_loading=seen.append) == READY
+    assert seen == [Loading("weights", 1, 2)]
+
+
+async def test_a_rank_that_cannot_start_says_why(by_hand: ByHand) -> None:
+    by_hand.loop.send(StartFailed("no memory: free some"))
+    with pytest.raises(StartupError, match="no memory: free some"):
+        await by_hand.rank.attach(timeout_s=LIMIT_S)
+
+
+async def test_a_rank_that_is_never_ready_is_given_up_with_the_flag(by_hand: ByHand) -> None:
+    with pytest.raises(StartupError, match="--startup-timeout-s"):
+        await by_hand.rank.attach(timeout_s=0.01)
+
+
+# ---------------------------------------------------------------- requests
+
+
+async def test_requests_past_the_limit_and_ids_in_use_are_refused(by_hand: ByHand) -> None:
+    await by_hand.ready()
+    by_hand.rank.open(request("a"), FUSED)
+    with pytest.raises(RequestIdInUse, match="request_id 'a' is in use"):
+        by_hand.rank.open(request("a"), FUSED)
+    by_hand.rank.open(request("b"), FUSED)
+    with pytest.raises(QueueFull, match="the limit is 2"):
+        by_hand.rank.open(request("c"), FUSED)
+    assert by_hand.rank.num_live == 2
+    by_hand.rank.close(RequestId("b"), is_over=True)
+    by_hand.rank.open(request("c"), FUSED)
+
+
+async def test_what_is_still_said_of_a_closed_request_reaches_nobody(by_hand: ByHand) -> None:
+    await by_hand.ready()
+    first = by_hand.rank.open(request("a"), FUSED)
+    by_hand.rank.close(RequestId("a"), is_over=False)
+    second = by_hand.rank.open(request("a"), FUSED)
+    assert await by_hand.hear(Abort) == Abort(first.rank_id)
+    late = [Output(first.rank_id, (7,)), Output(first.rank_id, finish=FinishReason.ABORT)]
+    by_hand.loop.send(Outputs([*late, Output(second.rank_id, (8,))]))
+    async with asyncio.timeout(LIMIT_S):
+        assert await second.get() == Output(second.rank_id, (8,))
+
+
+async def test_a_request_that_is_over_is_not_aborted_and_an_unknown_one_is_not_found(by_hand: ByHand) -> None:
+    await by_hand.ready()
+    by_hand.rank.open(request("a"), FUSED)
+    by_hand.rank.close(RequestId("a"), is_over=True)
+    by_hand.rank.close(RequestId("a"), is_over=False)
+    assert not by_hand.rank.abort(RequestId("a"))
+    by_hand.rank.give_up_transfer(1, ())  # type: ignore[arg-type]
+    submitted = await by_hand.hear(Submit)
+    assert isinstance(submitted, Submit)
+    assert submitted.request.prompt == (1, 2)
+    assert not any(isinstance(message, Abort) for message in by_hand.heard)
+
+
+async def test_a_local_answer_ends_with_the_error_that_the_rank_names(by_hand: ByHand) -> None:
+    await by_hand.ready()
+    answer = LocalTokens(by_hand.rank, "local;reason=x").stream(request("a"))
+    step = asyncio.ensure_future(anext(answer))
+    submitted = await by_hand.hear(Submit)
+    assert isinstance(submitted, Submit)
+    rank_id = submitted.request.request_id
+    by_hand.loop.send(Outputs([Output(rank_id, (5,), num_cached_tokens=64)]))
+    assert await step == TokenDelta((5,), num_cached_tokens=64, placement="local;reason=x")
+    by_hand.loop.send(Outputs([Output(rank_id, error_name="InvalidRequest", error_message="too long")]))
+    with pytest.raises(InvalidRequest, match="too long"):
+        await anext(answer)
+    assert by_hand.rank.num_live == 0
+
+
+# ---------------------------------------------------------------- load
+
+
+async def test_the_load_is_asked_for_and_broken_tables_are_an_error(by_hand: ByHand) -> None:
+    await by_hand.ready()
+    for integrity in ("", "a block is lost"):
+        asking = asyncio.create_task(by_hand.rank.load(check_integrity=True))
+        asked = await by_hand.hear(AskLoad)
+        assert isinstance(asked, AskLoad)
+        assert asked.check_integrity
+        by_hand.loop.send(LoadReport(asked.number, LOAD, integrity))
+        if integrity:
+            with pytest.raises(InternalError, match=integrity):
+                await asking
+        else:
+            assert await asking == LOAD
+
+
+async def test_a_rank_that_does_not_report_is_not_waited_for(by_hand: ByHand) -> None:
+    await by_hand.ready()
+    with pytest.raises(NotReady, match="did not report its load"):
+        await by_hand.rank.load(timeout_s=0.01)
+    by_hand.loop.send(LoadReport(1, LOAD))  # too late, and nobody's any more
+    asking = asyncio.create_task(by_hand.rank.load())
+    await by_hand.hear(AskLoad)
+    by_hand.loop.send(LoadReport(2, LOAD))
+    assert await asking == LOAD
+
+
+# ---------------------------------------------------------------- the transport thread
+
+
+async def test_the_transport_thread_has_a_way_of_its_own(by_hand: ByHand) -> None:
+    await by_hand.ready()
+    heard: asyncio.Queue[FromTransport] = asyncio.Queue()
+    by_hand.rank.on_transport = heard.put_nowait
+    by_hand.transport.send(LeaseOpened(LeaseId("x")))
+    async with asyncio.timeout(LIMIT_S):
+        assert await heard.get() == LeaseOpened(LeaseId("x"))
+        by_hand.rank.tell_transport(ExpectPeer())
+    assert by_hand.transport.socket.poll(LIMIT_S * 1000)
+    assert by_hand.transport.receive_all() == [ExpectPeer()]
+
+
+# ---------------------------------------------------------------- a rank that is lost
+
+
+async def test_a_message_that_cannot_be_handled_loses_the_rank_and_fails_its_requests(by_hand: ByHand) -> None:
+    await by_hand.ready()
+    inbox = by_hand.rank.open(request("a"), FUSED)
+    asking = asyncio.create_task(by_hand.rank.load())
+    await by_hand.hear(AskLoad)
+
+    def fail(message: FromTransport) -> None:
+        raise ValueError("a fault of ours")
+
+    by_hand.rank.on_transport = fail
+    by_hand.transport.send(LeaseOpened(LeaseId("x")))
+    async with asyncio.timeout(LIMIT_S):
+        await by_hand.rank.lost.wait()
+        assert isinstance(await inbox.get(), NotReady)
+    with pytest.raises(NotReady):
+        await asking
+    with pytest.raises(NotReady, match="retry on another node"):
+        by_hand.rank.open(request("b"), FUSED)
+    with pytest.raises(NotReady):
+        await by_hand.rank.load()
+    by_hand.rank.close(RequestId("a"), is_over=False)
+    by_hand.rank.tell_transport(ExpectPeer())
+    assert by_hand.transport.receive_all() == []
+
+
+# ---------------------------------------------------------------- processes
+
+
+SPEC = RankSpec(
+    model_directory="/nowhere",
+    cache_directory="/nowhere",
+    endpoint="ipc:///nowhere",
+    source="test",
+    num_threads=1,
+    block_size=64,
+    num_kv_blocks=None,
+    kv_memory_fraction=0.5,
+    max_num_seqs=4,
+    chunked_prefill_size=128,
+    max_model_len=None,
+    enable_mixed_batch=False,
+    prefix_caching=True,
+    max_outstanding_transfers=None,
+    log_level="info",
+    log_format="text",
+    transport=TransportSpec("name", "ipc:///nowhere", 30.0, 120.0),
+)
+
+Script = Callable[[str], None]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """What a rank process is from now on: these lines of Python."""
+
+    def become(lines: str) -> None:
+        program = tmp_path / "rank"
+        program.write_text(f"#!{sys.executable}\nimport os, sys, time\n{lines}\n")
+        program.chmod(0o700)
+        monkeypatch.setattr(launch.sys, "executable", str(program))
+
+    return become
+
+
+async def test_a_process_is_told_its_spec_and_its_threads(script: Script, tmp_path: Path) -> None:
+    script(
+        "open(sys.argv[0] + '.spec', 'wb').write(sys.stdin.buffer.read()); "
+        "open(sys.argv[0] + '.threads', 'w').write(os.environ['OMP_NUM_THREADS'])"
+    )
+    process = await RankProcess.start(SPEC)
+    assert await process.wait() == 0
+    assert read_spec((tmp_path / "rank.spec").read_bytes()) == SPEC
+    assert (tmp_path / "rank.threads").read_text() == "1"
+
+
+async def test_a_process_that_ends_before_it_is_ready_is_a_startup_error(by_hand: ByHand, script: Script) -> None:
+    script("sys.exit(3)")
+    with pytest.raises(StartupError, match="ended with status 3 before it was ready"):
+        await by_hand.rank.start(SPEC, timeout_s=LIMIT_S, on_loading=lambda _: None)
+
+
+async def test_a_process_that_does_not_leave_is_killed(script: Script) -> None:
+    script("time.sleep(60)")
+    process = await RankProcess.start(SPEC)
+    await process.end(timeout_s=0.05)
+    assert await process.wait() == -9
+
+
+def test_a_rank_started_by_hand_says_who_starts_it() -> None:
+    with pytest.raises(StartupError, match="use `pdserve serve`"):
+        read_spec(b"hello")

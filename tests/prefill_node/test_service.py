@@ -1,0 +1,94 @@
+"""The Handoff service over a rank whose two threads are played by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import pytest
+
+from pdserve.engine.channel import FrontChannel, RankChannel, private_directory
+from pdserve.engine.front import Rank
+from pdserve.engine.messages import (
+    ChunkAnnounced,
+    FromRank,
+    FromTransport,
+    LeaseOpened,
+    Output,
+    Ready,
+    Submit,
+    ToRank,
+    ToTransport,
+)
+from pdserve.kv.layout import Fingerprint
+from pdserve.request import BlockId, LeaseId, RequestId, SamplingParams
+from pdserve.rpc.handoff import Accepted, ChunkReady, Description, FirstToken, RequestKey, Start
+from pdserve.rpc.handoff_codec import decode_to_decode, encode_to_prefill
+from pdserve.v1 import handoff_pb2 as pb
+from prefill_node.service import HandoffServicer
+
+LIMIT_S = 20.0
+FINGERPRINT = Fingerprint(1, "LlamaForCausalLM", "r0", "float32", 16, 2, 2, 16, 288)
+P = Description("life-1", "0", FINGERPRINT, 0, 8, 1024, (b"",), 512, 4, 30.0)
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """A front's rank, and the ends that a rank process would have."""
+
+    rank: Rank
+    loop: RankChannel[ToRank, FromRank]
+    transport: RankChannel[ToTransport, FromTransport]
+
+    async def submitted(self) -> RequestId:
+        """What the rank is to call the request that came."""
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                for message in self.loop.receive_all():
+                    if isinstance(message, Submit):
+                        return message.request.request_id
+                await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def by_hand() -> AsyncIterator[ByHand]:
+    with private_directory() as sockets:
+        loop, transport = f"ipc://{sockets}/loop", f"ipc://{sockets}/transport"
+        to_loop: FrontChannel[FromRank, ToRank] = FrontChannel(loop, FromRank)
+        to_transport: FrontChannel[FromTransport, ToTransport] = FrontChannel(transport, FromTransport)
+        hand = ByHand(
+            Rank(to_loop, max_live=4, transport=to_transport),
+            RankChannel(loop, ToRank),
+            RankChannel(transport, ToTransport),
+        )
+        hand.loop.send(Ready(8, 1024, 512, 288, (), FINGERPRINT, b""))
+        await hand.rank.attach(timeout_s=LIMIT_S)
+        yield hand
+        hand.loop.close()
+        hand.transport.close()
+        await hand.rank.stop()
+
+
+async def requests() -> AsyncIterator[pb.PrefillRequest]:
+    """A Start, and then silence."""
+    key = RequestKey("decode-life", "r", attempt=0)
+    yield encode_to_prefill(Start("life-1", key, 0, (1, 2, 3), SamplingParams(4), 0, FINGERPRINT))
+    await asyncio.Event().wait()
+
+
+async def test_the_lease_is_told_before_the_first_token_whichever_came_first(by_hand: ByHand) -> None:
+    """The token comes from the loop and the lease from the transport thread, by sockets of their own."""
+    servicer = HandoffServicer(by_hand.rank, P)
+    async with aclosing(servicer.Prefill(requests(), None)) as responses:  # type: ignore[arg-type]
+        first = asyncio.ensure_future(anext(responses))
+        request_id = await by_hand.submitted()
+        lease = LeaseId(request_id)
+        by_hand.rank.deliver(request_id, Output(request_id, (5,), num_chunks=1))
+        by_hand.rank.deliver(request_id, LeaseOpened(lease))
+        by_hand.rank.deliver(request_id, ChunkAnnounced(lease, 0, 0, 3, (BlockId(2),)))
+        async with asyncio.timeout(LIMIT_S):
+            said = [decode_to_decode(await response) for response in (first, anext(responses), anext(responses))]
+    assert said[0] == Accepted(lease, num_ranks=1)
+    assert {type(message) for message in said[1:]} == {ChunkReady, FirstToken}
