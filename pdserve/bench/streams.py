@@ -71,6 +71,9 @@ class Run:
     def is_good(self) -> bool:
         return all(check.is_met for check in self.checks)
 
+    def figures(self) -> dict[str, object]:
+        return {**asdict(self), "checks": [check.figures() for check in self.checks]}
+
 
 def main(argv: list[str] | None = None) -> int:
     """0 when every check of every run is met."""
@@ -83,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     for run in runs:
         print_run(run, console)
     if arguments.json:
-        write_json(arguments.json, [asdict(run) for run in runs])
+        write_json(arguments.json, [run.figures() for run in runs])
     return int(not all(run.is_good for run in runs))
 
 
@@ -136,6 +139,7 @@ class Bench:
             loads = settled_load(prefill), settled_load(decode)
         by_process = {name: [size[name] for size in sizes] for name in sizes[0]}
         judged = verdicts(replies, references)
+        block_bytes = read_config(self._directory).kv_layout(decode.block_size).block_bytes
         return Run(
             transport,
             elapsed_s,
@@ -146,9 +150,9 @@ class Bench:
             [
                 *answer_checks(judged),
                 *place_checks(asks, replies, loads[1]),
-                *byte_checks(asks, replies, loads[1], decode.block_size, self._block_bytes(decode)),
+                *byte_checks(asks, replies, loads[1], decode.block_size, block_bytes),
                 *rest_checks(*loads),
-                *growth_checks(by_process),
+                *growth_checks(by_process, NUM_KV_BLOCKS * block_bytes / MIB),
             ],
         )
 
@@ -162,9 +166,6 @@ class Bench:
             self._progress(step, num_replies, len(asks))
 
         return asyncio.run(ask_all(address, asks, self._num_streams, on_reply=on_reply, **how))
-
-    def _block_bytes(self, args: ServerArgs) -> int:
-        return read_config(self._directory).kv_layout(args.block_size).block_bytes
 
     def _args(self, role: Role, **settings: Any) -> ServerArgs:
         args = ServerArgs(model=self._model, role=role, port=free_port(), num_kv_blocks=NUM_KV_BLOCKS, **settings)
@@ -217,7 +218,7 @@ def print_run(run: Run, console: Console) -> None:
     console.rule(f"UCX_TLS {run.transport}: {judged}; {run.num_given_up} given up; {run.elapsed_s:.0f} s")
     table = Table("check", "found", "wanted", "", box=SIMPLE)
     for check in run.checks:
-        table.add_row(check.name, f"{check.found:g}", check.wanted, "ok" if check.is_met else "[red]FAILED[/red]")
+        table.add_row(check.name, f"{check.found:,}", check.wanted, "ok" if check.is_met else "[red]FAILED[/red]")
     console.print(table)
     sizes = Table("resident MiB", "before", "after 1st half", "after 2nd half", box=SIMPLE)
     for name, mib in run.resident_mib.items():

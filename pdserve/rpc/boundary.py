@@ -104,6 +104,8 @@ class Boundary(grpc.aio.ServerInterceptor):
             await context.abort(*status_of(_undecodable(str(error))))
         except grpc.aio.AbortError:
             raise
+        except grpc.aio.BaseError:  # a write to a caller who has gone: the same as a cancellation, found out earlier
+            raise asyncio.CancelledError from None
         except Exception:
             if context.done():
                 raise

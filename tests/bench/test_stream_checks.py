@@ -69,6 +69,9 @@ def test_one_difference_fails_and_one_tie_in_two_hundred_does_not() -> None:
     assert len(unmet(answer_checks({0: Verdict.TIED}))) == 1
 
 
-def test_growth_counts_from_the_middle() -> None:
-    assert unmet(growth_checks({"rank": [100, 900, 910]})) == []
-    assert unmet(growth_checks({"rank": [100, 900, 1000]})) == ["rank: MiB grown in the second half"]
+def test_growth_counts_from_the_middle_and_a_slab_that_fills_up_is_none() -> None:
+    full, half_full = [100.0, 900.0, 1000.0], [100.0, 500.0, 900.0]
+    assert unmet(growth_checks({"a rank": [100.0, 900.0, 910.0]}, slab_mib=800)) == []
+    assert unmet(growth_checks({"a rank": full}, slab_mib=800)) == ["a rank: MiB grown in the second half"]
+    assert unmet(growth_checks({"a rank": half_full}, slab_mib=800)) == []
+    assert unmet(growth_checks({"a front": half_full}, slab_mib=800)) == ["a front: MiB grown in the second half"]
