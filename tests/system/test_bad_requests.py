@@ -28,7 +28,8 @@ def good(**changes: object) -> pb.GenerateRequest:
 
 
 def sampling(**changes: object) -> pb.SamplingParams:
-    return pb.SamplingParams(**{"max_new_tokens": 2, **changes})  # type: ignore[arg-type]
+    # Drawn at random, but always two tokens: the end-of-text token is one like the others.
+    return pb.SamplingParams(**{"max_new_tokens": 2, "ignore_eos": True, **changes})  # type: ignore[arg-type]
 
 
 def raw_text(text: bytes) -> bytes:
