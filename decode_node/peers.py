@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 DESCRIBE_TIMEOUT_S = 5.0
 # How often a ready peer is asked whether it is still the same one.
 CHECK_S = 5.0
+NEVER_CONNECTED = "not connected yet"
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 5.0
 
@@ -46,7 +47,7 @@ class Peer:
     channel: grpc.aio.Channel
     stub: handoff_pb2_grpc.HandoffAsyncStub
     state: PeerState = PeerState.UNREACHABLE
-    reason: str = "not connected yet"
+    reason: str = NEVER_CONNECTED
     description: Description | None = None
     outstanding_tokens: int = 0
     suspect: asyncio.Event = field(default_factory=asyncio.Event)
@@ -182,7 +183,9 @@ class PeerTable:
     def _set_aside(self, peer: Peer, error: PeerError) -> None:
         state = PeerState.MISMATCHED if isinstance(error, PeerMismatch) else PeerState.UNREACHABLE
         if (peer.state, peer.reason) != (state, error.message):
-            log.warning("prefill node %s is set aside: %s", peer.target, error.message)
+            # Nodes start in any order: one that was never there is waited for, one that is lost is news.
+            level = logging.INFO if peer.reason == NEVER_CONNECTED else logging.WARNING
+            log.log(level, "prefill node %s is not usable: %s", peer.target, error.message)
         peer.state, peer.reason = state, error.message
 
     # ------------------------------------------------------------ transport

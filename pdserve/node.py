@@ -25,6 +25,7 @@ from pdserve.engine.text_generator import TextGenerator, TokenSource
 from pdserve.engine.tokenizer import HfTokenizer
 from pdserve.errors import NotReady, StartupError
 from pdserve.model.hub import resolve
+from pdserve.model.model_config import read_config
 from pdserve.model.progress import show_progress
 from pdserve.request import RankLoad
 from pdserve.rpc.generator import Generator, Tokenizer
@@ -89,6 +90,8 @@ async def _serve(args: ServerArgs, build: Build, has_transport: bool) -> None:
     with ExitStack() as stack:
         progress = stack.enter_context(show_progress())
         directory = await asyncio.to_thread(resolve, args.model, progress=progress)
+        read_config(directory)  # the rank reads it too; what is wrong with a model is told before its weights are read
+        tokenizer = HfTokenizer(directory)
         sockets = stack.enter_context(private_directory())
         incarnation = uuid.uuid4().hex
         spec = _rank_spec(args, directory, sockets, incarnation, has_transport)
@@ -103,7 +106,7 @@ async def _serve(args: ServerArgs, build: Build, has_transport: bool) -> None:
                 ),
             )
             if ready is not None:
-                await _serve_rank(Site(args, rank, ready, HfTokenizer(directory), incarnation), build, stop)
+                await _serve_rank(Site(args, rank, ready, tokenizer, incarnation), build, stop)
         finally:
             await rank.stop()
 
@@ -126,7 +129,7 @@ async def _serve_rank(site: Site, build: Build, stop: _Signals) -> None:
         if site.rank.lost.is_set():
             log.error("%s: every live request has failed, the node ends", site.rank.lost_reason)
         elif stop.first.is_set():
-            log.info("draining %d requests; a second signal ends them", site.rank.num_live)
+            log.info("draining, requests left: %d; a second signal ends them", site.rank.num_live)
             await _first_of(server.stop(args.drain_timeout_s), stop.second.wait(), site.rank.lost.wait())
         await server.stop(0)
     if not stop.first.is_set():
@@ -236,14 +239,14 @@ def _show(progress: Callable[[str, int, int], None], loading: Loading) -> None:
 def _log_start(site: Site, port: int) -> None:
     ready, block_size = site.ready, site.ready.fingerprint.block_size
     log.info(
-        "serving %s as %s on %s:%d: %d KV blocks of %d tokens hold %d tokens (%.1f GiB), "
-        "a request %d at most; %d threads",
+        "serving %s as %s on %s:%d: KV blocks of %d tokens: %d, for %d tokens in all (%.1f GiB) and %d a request; "
+        "compute threads: %d",
         site.args.public_name,
         site.args.role,
         site.args.host,
         port,
-        ready.num_blocks,
         block_size,
+        ready.num_blocks,
         ready.num_blocks * block_size,
         ready.num_blocks * ready.block_bytes / 2**30,
         ready.max_model_len,

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from pdserve.client import wire
-from pdserve.client.channel import DEFAULT_TARGET, MAX_ATTEMPTS, client_options, joined
+from pdserve.client.channel import DEFAULT_TARGET, MAX_ATTEMPTS, checked_timeout, client_options, joined
 from pdserve.client.failure import error_from, placements_in
 from pdserve.client.types import Answer, GenerateOptions, Piece, ServerInfo
 from pdserve.errors import PdserveError
@@ -143,7 +143,7 @@ class AsyncClient:
             raise _error_of(error) from None
 
     def _deadline(self, timeout_s: float | None) -> float | None:
-        return self._timeout_s if timeout_s is None else timeout_s
+        return checked_timeout(self._timeout_s if timeout_s is None else timeout_s)
 
 
 class AsyncStream:

@@ -32,12 +32,21 @@ def joined(targets: str | Sequence[str]) -> str:
 
 def client_options(num_targets: int, max_attempts: int, max_message_bytes: int) -> ChannelOptions:
     return [
+        # A client of its own connects at once, whatever others in this process found at the address before.
+        ("grpc.use_local_subchannel_pool", 1),
         *channel_options(max_message_bytes),
         ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
         # gRPC retries only what it still holds.
         ("grpc.per_rpc_retry_buffer_size", 2 * max_message_bytes),
         ("grpc.service_config", json.dumps(service_config(num_targets, max_attempts))),
     ]
+
+
+def checked_timeout(timeout_s: float | None) -> float | None:
+    """Raises InvalidRequest for what is no time."""
+    if timeout_s is not None and not timeout_s > 0:
+        raise InvalidRequest(f"timeout_s is {timeout_s}, it must be above 0, or None for no limit", "timeout_s")
+    return timeout_s
 
 
 def service_config(num_targets: int, max_attempts: int) -> dict[str, Any]:

@@ -40,6 +40,8 @@ def error_from(code: grpc.StatusCode, details: str | None, metadata: Metadata | 
     values = dict(metadata or ())
     message = details or f"the call ended with {code.name}"
     cls = BY_NAME.get(str(values.get(ERROR_KEY)), BY_CODE.get(code, InternalError))
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and ERROR_KEY not in values:
+        message = "the answer was not complete within timeout_s"
     if issubclass(cls, QueueFull) and PUSHBACK_KEY in values:
         return cls(message, retry_after_s=int(values[PUSHBACK_KEY]) / 1000)
     return cls(message)

@@ -7,9 +7,10 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
+import grpc.experimental
 
 from pdserve.client import wire
-from pdserve.client.channel import DEFAULT_TARGET, MAX_ATTEMPTS, client_options, joined
+from pdserve.client.channel import DEFAULT_TARGET, MAX_ATTEMPTS, checked_timeout, client_options, joined
 from pdserve.client.failure import error_from, placements_in
 from pdserve.client.types import Answer, GenerateOptions, Piece, ServerInfo
 from pdserve.errors import PdserveError
@@ -40,7 +41,9 @@ class Client:
         num_targets = 1 if isinstance(targets, str) else len(targets)
         self._timeout_s = timeout_s
         self._max_message_bytes = max_message_bytes
-        options = client_options(num_targets, max_attempts, max_message_bytes)
+        # With gRPC's default reader, a retried stream whose node is killed never ends, whatever its deadline.
+        single_threaded = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
+        options = [*client_options(num_targets, max_attempts, max_message_bytes), single_threaded]
         self._channel = grpc.insecure_channel(joined(targets), options=options)
         self._stub = InferenceStub(self._channel)
 
@@ -140,7 +143,7 @@ class Client:
             raise _error_of(error) from None
 
     def _deadline(self, timeout_s: float | None) -> float | None:
-        return self._timeout_s if timeout_s is None else timeout_s
+        return checked_timeout(self._timeout_s if timeout_s is None else timeout_s)
 
 
 class Stream:

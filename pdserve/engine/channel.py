@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,8 +29,15 @@ _HIGH_WATER = 100_000
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """A directory of mode 0700 for ipc endpoints, removed at the end. Short: a socket path has 107 bytes at most."""
-    with tempfile.TemporaryDirectory(prefix="pdserve-") as path:
+    """A directory of mode 0700 for ipc endpoints, removed at the end. Short: a socket path has 107 bytes at most.
+
+    Those of processes that were killed are removed first; the name says whose they were.
+    """
+    for left in Path(tempfile.gettempdir()).glob("pdserve-*-*"):
+        owner = left.name.split("-")[1]
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"pdserve-{os.getpid()}-") as path:
         os.chmod(path, 0o700)
         yield Path(path)
 

@@ -46,7 +46,9 @@ class HfTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises InvalidRequest for text that has no UTF-8 form."""
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # The batch call lets other threads run meanwhile, the single one does not.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequest(f"text cannot be encoded: {error}") from error
         return ids

@@ -120,6 +120,13 @@ class InferenceServicer:
                 raise InvalidRequest("input is not set, it must be text, token_ids or chat", "input")
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        limit = self._limits.max_chars_per_token * self._model.max_model_len
+        if len(text) > limit:
+            raise InvalidRequest(
+                f"text has {len(text)} characters, the limit is {limit} for a context of {self._model.max_model_len} "
+                "tokens; shorten it, or send token_ids",
+                "text",
+            )
         encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return encode() if len(text) <= MAX_INLINE_CHARS else await asyncio.to_thread(encode)
 

@@ -11,6 +11,8 @@ MAX_MESSAGE_BYTES = 16 * 2**20  # KV never rides gRPC: a prompt of a million tok
 class Limits:
     """Bounds that a node sets; what the model bounds (context, vocabulary) is in the ModelCard.
 
+    max_chars_per_token: a text of more characters than this times the context is refused before it is tokenized, as
+    tokenizing costs time and memory in proportion.
     stalled_write_s: how long a reader may take none of its answer before the request is aborted.
     """
 
@@ -23,6 +25,7 @@ class Limits:
     max_top_logprobs: int = 20
     max_request_id_chars: int = 128
     max_chat_messages: int = 1024
+    max_chars_per_token: int = 16
     stalled_write_s: float = 60.0
 
 

@@ -228,6 +228,7 @@ async def test_an_unexpected_exception_is_logged_and_not_told(
 
 BAD_REQUESTS = {
     "over-long prompt": (asked("x" * 9000), "prompt has 9001 tokens, the limit is 8191"),
+    "text not worth tokenizing": (asked("x" * 200_000), "text has 200000 characters, the limit is 131072"),
     "empty prompt": (asked(""), "prompt is empty"),
     "no input": (pb.GenerateRequest(), "input is not set"),
     "empty chat": (pb.GenerateRequest(chat=pb.Chat()), "chat has no messages"),

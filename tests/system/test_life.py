@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,7 +12,7 @@ from pdserve.client import Client, Stream
 from pdserve.config import Role
 from pdserve.errors import NotReady
 from pdserve.request import FinishReason
-from tests.system.nodes import Node, Nodes, wait_for, wait_until_gone
+from tests.system.nodes import PATIENCE_S, Node, Nodes, wait_for, wait_until_gone
 
 pytestmark = pytest.mark.system
 
@@ -58,13 +59,24 @@ def test_a_second_sigterm_ends_running_answers_with_unavailable(nodes: Nodes) ->
     with node.client() as client:
         stream = long_answer(client)
         node.process.ask_to_stop()
-        wait_for(lambda: "draining 1 requests" in node.log, lambda: node.log)
+        wait_for(lambda: "draining, requests left: 1" in node.log, lambda: node.log)
         node.process.ask_to_stop()
         with pytest.raises(NotReady):
             list(stream)
     assert node.wait_until_ended() == 0
     wait_until_gone(rank_pid)
     assert "Traceback" not in node.log
+
+
+def test_a_caller_who_waits_for_the_first_token_hears_of_the_nodes_end(nodes: Nodes) -> None:
+    node = nodes.start(Role.FUSED)
+    os.kill(node.rank_pid, signal.SIGSTOP)  # no token will come
+    with Client(node.address, timeout_s=PATIENCE_S) as client:
+        stream = client.stream(token_ids=[1, 2, 3], max_new_tokens=8)
+        client.model_info()  # on the same connection: the request has arrived
+        node.kill()
+        with ThreadPoolExecutor() as threads, pytest.raises(NotReady):
+            threads.submit(next, stream).result(PATIENCE_S)
 
 
 def test_killing_the_front_leaves_no_rank_behind(nodes: Nodes) -> None:

@@ -66,7 +66,7 @@ def test_without_a_reachable_peer_a_decode_node_prefills_and_says_so(nodes: Node
     assert answer.token_ids == tiny_greedy(prompt, NUM_NEW)
     assert answer.placement == "local;reason=no_peer"
     assert decode.load().counters["decode_fallback_total:no_peer"] == 1
-    wait_for(lambda: f"prefill node {peer} is set aside" in decode.log, lambda: decode.log)
+    wait_for(lambda: f"prefill node {peer} is not usable" in decode.log, lambda: decode.log)
 
 
 def test_a_peer_that_does_not_match_is_refused_with_the_field_and_both_values(
