@@ -1,5 +1,7 @@
 # make demo   what pdserve is, in one minute: P + D beside one fused node, on a real model
 # make test   lint, types, architecture, tests
+# make soak   the long random walks
+# make mutants  shows that a test fails for each promise broken on purpose
 # make fmt    formats and fixes what can be fixed
 # make clean  takes the environment and every product away
 #
@@ -16,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test fmt clean streams bench-rounds bench-kv
+.PHONY: demo test soak mutants fmt clean streams bench-rounds bench-kv bench-policies bench-scheduler
 
 demo: $(VENV)/.node
 	@$(BIN)/pdserve demo
@@ -26,6 +28,12 @@ test: $(VENV)/.dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/pytest
+
+soak: $(VENV)/.dev
+	@$(BIN)/pytest -m soak --timeout 3600
+
+mutants: $(VENV)/.dev
+	@$(BIN)/python tests/scheduler/mutants.py
 
 fmt: $(VENV)/.dev
 	@$(BIN)/ruff check --fix .

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from pdserve import node
-from pdserve.config import ServerArgs
+from pdserve.config import ServerArgs, policy_line
 from pdserve.engine.front import LocalTokens
 from pdserve.node import Parts, Site
+
+log = logging.getLogger(__name__)
 
 
 def run(args: ServerArgs) -> None:
@@ -14,5 +18,6 @@ def run(args: ServerArgs) -> None:
 
 
 def build(site: Site) -> Parts:
+    log.info("%s", policy_line(site.args))
     tokens = LocalTokens(site.rank)
     return Parts([site.inference(site.text(tokens))], tokens.loads)

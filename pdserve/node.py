@@ -19,7 +19,7 @@ from typing import Any
 from pdserve.config import ServerArgs, cache_dir
 from pdserve.engine.channel import FrontChannel, private_directory
 from pdserve.engine.front import Rank
-from pdserve.engine.launch import RankSpec, TransportSpec
+from pdserve.engine.launch import PolicySpec, RankSpec, TierSpec, TransportSpec
 from pdserve.engine.messages import FromRank, FromTransport, Loading, Ready, ToRank, ToTransport
 from pdserve.engine.text_generator import TextGenerator, TokenSource
 from pdserve.engine.tokenizer import HfTokenizer
@@ -229,6 +229,22 @@ def _rank_spec(args: ServerArgs, directory: Path, sockets: Path, incarnation: st
         log_level=args.log_level,
         log_format=args.log_format,
         transport=transport if has_transport else None,
+        policy=_policy_spec(args),
+        tiers=TierSpec(args.host_kv_bytes, args.kv_dir, args.kv_dir_bytes),
+    )
+
+
+def _policy_spec(args: ServerArgs) -> PolicySpec:
+    gate, fill, cadence = args.prefill_gate, args.fill, args.cadence
+    return PolicySpec(
+        attempt_interval=gate.attempt_interval if gate else None,
+        any_interval=gate.any_interval if gate else None,
+        max_open_rounds=args.prefill_max_open_rounds,
+        prefill_rounds=cadence.prefill_rounds if cadence else None,
+        decode_rounds=cadence.decode_rounds if cadence else 1,
+        hold_budget=cadence.hold_budget if cadence else None,
+        fill_tokens=fill.tokens if fill else None,
+        fill_max_holds=fill.max_holds if fill else 1,
     )
 
 

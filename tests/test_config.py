@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.config import ConfigError, DecodeFallback, PrefillDelay, Role, ServerArgs, cache_dir
+from pdserve.config import ConfigError, DecodeFallback, Role, ServerArgs, cache_dir
 from pdserve.config.fields import FIELDS
 from pdserve.errors import StartupError
 from pdserve.telemetry import JsonFormatter, TextFormatter
@@ -148,6 +148,7 @@ def test_one_fault_is_one_line_and_several_are_counted() -> None:
         ([], "MODEL: say what to serve, such as smollm2"),
         (["m", "--model", "n"], "--model n: MODEL is given as m too; give one of them"),
         (["m", "extra"], "extra: is one word too many; see pdserve serve --help"),
+        (["m", "--speed", "9"], "--speed: there is no such flag"),
         (["m", "--port"], "the command line: argument --port: expected one argument; see pdserve serve --help"),
         (["m", "--max-num-seqs", "2.0"], "--max-num-seqs 2.0: must be a valid integer"),
         (["m", "--max-num-seqs", "0"], "--max-num-seqs 0: must be greater than or equal to 1"),
@@ -276,58 +277,6 @@ def test_a_role_assigned_in_code_brings_its_refusals() -> None:
     args.role = Role.DECODE
     with pytest.raises(ConfigError, match=r"--kv-lease-s 3\.0: a decode node doesn't use it"):
         args.validate()
-
-
-def with_intervals(attempt: object, any_rank: object) -> ServerArgs:
-    args = ServerArgs(model="m")
-    args.prefill_attempt_interval = attempt  # type: ignore[assignment]
-    args.prefill_any_attempt_interval = any_rank  # type: ignore[assignment]
-    return args
-
-
-def test_the_gate_is_none_only_when_both_intervals_are_unset() -> None:
-    assert ServerArgs(model="m").prefill_delay is None
-    assert with_intervals(4, 16).prefill_delay == PrefillDelay(4, 16)
-    assert with_intervals(1, 1).prefill_delay == PrefillDelay(1, 1)
-
-
-def test_the_gate_is_read_from_the_fields_each_time() -> None:
-    args = with_intervals(4, 16)
-    args.prefill_any_attempt_interval = 8
-    assert args.prefill_delay == PrefillDelay(4, 8)
-    args.prefill_attempt_interval = args.prefill_any_attempt_interval = None
-    assert args.prefill_delay is None
-    args.validate()
-
-
-@pytest.mark.parametrize(
-    ("attempt", "any_rank"),
-    [
-        *[(4, None), (None, 4), (0, 4), (-1, 4), (5, 4), (0, 0)],
-        *[(True, 4), (1, True), (2.0, 4), (2, 4.0), ("3", 4), (3, "4")],
-    ],
-)
-def test_half_a_pair_and_anything_but_ordered_whole_numbers_is_refused(attempt: object, any_rank: object) -> None:
-    args = with_intervals(attempt, any_rank)
-    with pytest.raises(ValueError, match="--prefill-"):
-        _ = args.prefill_delay
-    with pytest.raises(ValueError, match="--prefill-"):
-        args.validate()
-
-
-def test_a_valid_gate_on_a_fused_node_is_refused_as_not_available_yet() -> None:
-    found = faults("m", "--prefill-attempt-interval", "4", "--prefill-any-attempt-interval", "16")
-    assert found == [
-        "--prefill-attempt-interval 4: the prefill gate is not available yet; leave the flag out",
-        "--prefill-any-attempt-interval 16: the prefill gate is not available yet; leave the flag out",
-    ]
-
-
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_a_node_of_a_pair_refuses_the_gate_for_its_own_reason(role: Role) -> None:
-    found = faults("m", "--prefill-attempt-interval", "4", "--prefill-any-attempt-interval", "16", role=role)
-    assert len(found) == 2
-    assert all(f"a {role} node runs without a prefill gate" in fault for fault in found)
 
 
 # ---------------------------------------------------------------- the programs

@@ -13,13 +13,22 @@ from typing import Any
 
 from pdserve.config import ConfigError, Fault, Role, ServerArgs, flags, parse_flags, server_parser
 from pdserve.config.environment import num_cores
+from pdserve.config.faults import unless_about
 from pdserve.config.fields import FIELDS, Settings, flag_name
-from pdserve.config.rules import GATE_FIELDS
+from pdserve.config.policy_rules import FILL_FIELDS, GATE_FIELDS
 from pdserve.config.sources import read_layers
 from pdserve.node_process import NodeProcess, free_port, interrupted_by_sigterm, wait_until_ready
 from pdserve.startup import INTERRUPTED
 
 POLL_S = 0.2
+NO_GATE = "pdserve up starts no fused node, and only a fused node has a prefill gate"
+# Settings that say nothing here, and why.
+MISPLACED = {
+    "role": "pdserve up starts one node of each",
+    "prefill_peers": "pdserve up starts the peer itself",
+    **dict.fromkeys(GATE_FIELDS, NO_GATE),
+    **dict.fromkeys(FILL_FIELDS, f"{NO_GATE} for a fill condition to shape"),
+}
 # Of the memory that is available before either node starts.
 KV_MEMORY_FRACTION_EACH = 0.25
 
@@ -46,7 +55,7 @@ def read_pair(argv: list[str]) -> Pair:
     """The settings of both nodes from every source. Raises ConfigError with all faults of both."""
     parser = server_parser(
         "pdserve up",
-        leave_out={"role", "prefill_peers", "advertise_host", *GATE_FIELDS},
+        hidden=MISPLACED,
         purpose="Serve a model with one prefill and one decode node on this machine; the decode node takes --port.",
     )
     group = parser.add_argument_group("Prefill node")
@@ -54,11 +63,11 @@ def read_pair(argv: list[str]) -> Pair:
     given, faults = parse_flags(argv, parser)
     prefill_port, more = _port(given.pop("prefill_port", None))
     settings, unreadable = read_layers(given)
-    faults = [*faults, *more, *unreadable, *_misplaced(settings)]
+    faults = [*faults, *more, *_misplaced_or(unreadable, settings)]
     pair = split(settings, prefill_port)
-    found = {str(fault): fault for fault in [*faults, *pair.prefill.faults(), *pair.decode.faults()]}
-    if found:
-        raise ConfigError(found.values())
+    faults += unless_about(faults, [*pair.prefill.faults(), *pair.decode.faults()])
+    if faults:
+        raise ConfigError({str(fault): fault for fault in faults}.values())
     return pair
 
 
@@ -70,15 +79,15 @@ def _port(text: str | None) -> tuple[int, list[Fault]]:
     return free_port(), [Fault("--prefill-port", text, "must be a port of 1 to 65535")]
 
 
-def _misplaced(settings: Settings) -> list[Fault]:
-    """Settings that say nothing here, wherever they come from: the command line, the environment or the file."""
-    reasons = {
-        "role": "pdserve up starts one node of each",
-        "prefill_peers": "pdserve up starts the peer itself",
-        **dict.fromkeys(GATE_FIELDS, "pdserve up starts no fused node, and only a fused node has a prefill gate"),
+def _misplaced_or(unreadable: list[Fault], settings: Settings) -> list[Fault]:
+    """What is given and misplaced, by command line, environment or file, and then what is wrong with other values."""
+    values = {fault.subject: fault.value for fault in unreadable}
+    misplaced = {
+        (flag := flag_name(name)): Fault(flag, values.get(flag, getattr(settings, name)), f"{reason}; leave it out")
+        for name, reason in MISPLACED.items()
+        if name in settings.model_fields_set
     }
-    given = {name: getattr(settings, name) for name in reasons if name in settings.model_fields_set}
-    return [Fault(flag_name(name), given[name], f"{reasons[name]}; leave it out") for name in given]
+    return [*misplaced.values(), *(fault for fault in unreadable if fault.subject not in misplaced)]
 
 
 def split(settings: Settings, prefill_port: int) -> Pair:

@@ -8,13 +8,27 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pdserve.config import environment, flags, rules, sources
+from pdserve.config import environment, flags, policy, rules, sources
 from pdserve.config.environment import cache_dir
-from pdserve.config.faults import ConfigError, Fault, shown
+from pdserve.config.faults import ConfigError, Fault, shown, unless_about
 from pdserve.config.fields import FIELDS, DecodeFallback, Role, Settings, flag_name
-from pdserve.config.rules import PrefillDelay
+from pdserve.config.policy import CadenceSettings, FillSettings, PrefillDelay, policy_line
 
-__all__ = ["ConfigError", "DecodeFallback", "Fault", "PrefillDelay", "Role", "ServerArgs", "cache_dir"]
+__all__ = [
+    "CadenceSettings",
+    "ConfigError",
+    "DecodeFallback",
+    "Fault",
+    "FillSettings",
+    "PrefillDelay",
+    "Role",
+    "ServerArgs",
+    "cache_dir",
+    "policy_line",
+]
+
+BYTES_PER_GB = 10**9
+DEFAULT_KV_DIR_GB = 10.0
 
 MODULES = {Role.FUSED: "fused", Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
 
@@ -47,7 +61,7 @@ class ServerArgs(Settings):
         """The settings with `given` (text by field) over environment, file and defaults, and all their faults."""
         settings, faults = sources.read_layers(given)
         args = cls.model_construct(set(settings.model_fields_set), **dict(settings))
-        return args, faults + _unless_about(faults, rules.faults_of(args))
+        return args, faults + unless_about(faults, rules.faults_of(args))
 
     def validate(self) -> None:  # type: ignore[override]  # pydantic's `validate` is a deprecated class method
         """Check every field and how they go together. Raises ConfigError with all faults at once."""
@@ -63,16 +77,48 @@ class ServerArgs(Settings):
         else:
             return rules.faults_of(self)
         faults = [Fault(flag_name(str(e["loc"][0])), repr(e["input"]), sources.worded(e["msg"])) for e in found]
-        sane = self.model_copy(update={str(e["loc"][0]): sources.default(str(e["loc"][0])) for e in found})
-        return faults + _unless_about(faults, rules.faults_of(sane))
+        sane = self.model_copy(update=sources.stand_ins({str(e["loc"][0]): e["input"] for e in found}))
+        return faults + unless_about(faults, rules.faults_of(sane))
 
     @property
     def prefill_delay(self) -> PrefillDelay | None:
         """The prefill gate's intervals as the fields stand now; None only when both are unset.
 
-        Raises ValueError for half a pair, for anything but whole numbers, and unless 1 <= attempt <= any.
+        Raises ValueError for half a pair, for anything but whole numbers, unless 1 <= attempt <= any, and where a gate
+        is refused: on a node of a pair, and beside a cadence.
         """
-        return rules.prefill_delay(self.prefill_attempt_interval, self.prefill_any_attempt_interval)
+        return policy.prefill_delay(self)
+
+    @property
+    def prefill_gate(self) -> PrefillDelay | None:
+        """The gate to run with: prefill_delay, or what a fill condition alone makes. Raises ValueError as both do."""
+        return policy.prefill_gate(self)
+
+    @property
+    def fill(self) -> FillSettings | None:
+        """The fill condition as the fields stand now; None when unset, and for `auto` on one rank.
+
+        Raises ValueError for a size that no round has, and where a fill condition is refused.
+        """
+        return policy.fill(self)
+
+    @property
+    def cadence(self) -> CadenceSettings | None:
+        """The rank's own rhythm as the fields stand now; a decode node that falls back has one by default.
+
+        Raises ValueError for anything but whole numbers of at least 1, and where a cadence is refused.
+        """
+        return policy.cadence(self)
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """Size of the host tier; 0 = none."""
+        return int(self.host_kv_gb * BYTES_PER_GB)
+
+    @property
+    def kv_dir_bytes(self) -> int:
+        """Most that --kv-dir may hold."""
+        return int((self.kv_dir_gb or DEFAULT_KV_DIR_GB) * BYTES_PER_GB)
 
     @property
     def public_name(self) -> str:
@@ -95,12 +141,6 @@ class ServerArgs(Settings):
         return [self.model, *(word for name in FIELDS if name in given for word in _words(name, getattr(self, name)))]
 
 
-def _unless_about(faults: Iterable[Fault], more: Iterable[Fault]) -> list[Fault]:
-    """One fault a subject: what a rule says of a value that can't be read is noise."""
-    subjects = {fault.subject for fault in faults}
-    return [fault for fault in more if fault.subject not in subjects]
-
-
 def _words(name: str, value: object) -> list[str]:
     if value is None or value == ():
         return []
@@ -109,8 +149,8 @@ def _words(name: str, value: object) -> list[str]:
     return [flags.spelled(name), shown(value)]
 
 
-def server_parser(prog: str, leave_out: Iterable[str] = (), purpose: str = "Serve a model.") -> flags.FlagParser:
-    """The flags of a node."""
+def server_parser(prog: str, hidden: Iterable[str] = (), purpose: str = "Serve a model.") -> flags.FlagParser:
+    """The flags of a node. hidden: fields whose flags are read, to be refused with a reason, and not shown."""
     parser = flags.FlagParser(
         prog=prog,
         usage=f"{prog} MODEL [flags]",
@@ -118,7 +158,7 @@ def server_parser(prog: str, leave_out: Iterable[str] = (), purpose: str = "Serv
         epilog=f"example:\n  {prog} smollm2 --port 50051",
     )
     parser.add_argument("positional_model", metavar="MODEL", nargs="?", help="smollm2, a model directory, or a hub id")
-    flags.add_flags(parser, FIELDS, set(leave_out))
+    flags.add_flags(parser, FIELDS, set(hidden))
     return parser
 
 
@@ -130,7 +170,10 @@ def parse_flags(argv: Sequence[str] | None, parser: flags.FlagParser) -> tuple[d
         raise ConfigError([Fault("the command line", None, str(error))]) from None
     given = {name: value for name, value in vars(namespace).items() if value is not None}
     model = given.pop("positional_model", None)
-    faults = [_unknown(word, parser.prog) for word in unknown]
+    # The word after a flag nobody knows is most likely its value.
+    values = {n for n, word in enumerate(unknown[:-1], 1) if word.startswith("--") and "=" not in word}
+    words = [word for n, word in enumerate(unknown) if n not in values or word.startswith("-")]
+    faults = [_unknown(word, parser.prog) for word in words]
     if model is not None and given.setdefault("model", model) != model:
         faults.append(Fault("--model", given["model"], f"MODEL is given as {model} too; give one of them"))
     return given, faults

@@ -34,6 +34,12 @@ class ConfigError(StartupError, ValueError):
         super().__init__(lines[0] if len(lines) == 1 else several)
 
 
+def unless_about(faults: Iterable[Fault], more: Iterable[Fault]) -> list[Fault]:
+    """`more` without subjects that have a fault already: what a rule says of a value that can't be read is noise."""
+    subjects = {fault.subject for fault in faults}
+    return [fault for fault in more if fault.subject not in subjects]
+
+
 def shown(value: object) -> str:
     """A value as a person would write it after a flag."""
     if isinstance(value, tuple | list):

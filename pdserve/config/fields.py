@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 from pydantic_settings import NoDecode
 
 from pdserve.config.flags import Flag, spelled
@@ -32,7 +32,16 @@ Seconds = Annotated[float, Field(gt=0)]
 Lax = Field(strict=False)
 
 MODEL, ADDRESS, BATCH, MEMORY = "Model", "Address", "Batching", "KV memory"
-GATE, PEERS, RUNNING = "Prefill gate", "Prefill and decode on different nodes", "Running"
+POLICY, PEERS, RUNNING = "Prefill policy", "Prefill and decode on different nodes", "Running"
+
+AUTO = "auto"
+
+
+def _fill_tokens(value: object) -> object:
+    """One check for both kinds of value: a union's own would report each kind it tried as a fault of its own."""
+    if value is None or value == AUTO or type(value) is int:
+        return value
+    raise ValueError(f"must be a whole number or {AUTO}")
 
 
 class Settings(BaseModel):
@@ -52,9 +61,6 @@ class Settings(BaseModel):
 
     host: Annotated[str, Field(min_length=1), Flag(ADDRESS, "address to listen on", "HOST")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535), Flag(ADDRESS, "port of all gRPC services; 0 takes a free one")] = 50051
-    advertise_host: Annotated[
-        str | None, Flag(ADDRESS, "the host peers reach this node by (default: --host)", "HOST")
-    ] = None
     insecure: Annotated[
         bool, Flag(ADDRESS, "allow a --host that other machines can reach, without TLS or credentials")
     ] = False
@@ -76,11 +82,48 @@ class Settings(BaseModel):
     ] = 0.5
     prefix_caching: Annotated[bool, Flag(MEMORY, "reuse the KV of equal prompt beginnings")] = True
 
+    host_kv_gb: Annotated[
+        float, Field(ge=0), Flag(MEMORY, "host memory for KV that left the pool, in 10^9 bytes; 0 = no host tier", "GB")
+    ] = 0.0
+    kv_dir: Annotated[
+        str | None,
+        Field(min_length=1),
+        Flag(MEMORY, "keep cold prefix blocks in this directory (needs a host tier)", "DIR"),
+    ] = None
+    kv_dir_gb: Annotated[
+        float | None, Field(gt=0), Flag(MEMORY, "most the directory may hold, in 10^9 bytes (default: 10)", "GB")
+    ] = None
+
+    # The policies' numbers are judged by policy_rules, in the same words here and at the properties of ServerArgs.
     prefill_attempt_interval: Annotated[
-        int | None, Flag(GATE, "rounds between openings where every rank may prefill", only=(Role.FUSED,))
+        int | None, Flag(POLICY, "gate: rounds between openings where every rank wants prefill", only=(Role.FUSED,))
     ] = None
     prefill_any_attempt_interval: Annotated[
-        int | None, Flag(GATE, "rounds between openings where any rank may prefill", only=(Role.FUSED,))
+        int | None, Flag(POLICY, "gate: rounds between openings where one rank's want is enough", only=(Role.FUSED,))
+    ] = None
+    prefill_max_open_rounds: Annotated[
+        int | None, Flag(POLICY, "gate: prefill rounds in a row before one is closed", only=(Role.FUSED,))
+    ] = None
+    prefill_fill_tokens: Annotated[
+        int | Literal["auto"] | None,
+        PlainValidator(_fill_tokens),
+        Flag(POLICY, "vote for prefill when this many prompt tokens wait; auto = a full round", only=(Role.FUSED,)),
+    ] = None
+    prefill_fill_max_holds: Annotated[
+        int | None, Flag(POLICY, "rounds a prompt is held to fill a round (default: 30)", only=(Role.FUSED,))
+    ] = None
+    decode_interleave_every: Annotated[
+        int | None, Flag(POLICY, "one decode round after N prefill rounds", only=(Role.FUSED, Role.DECODE))
+    ] = None
+    prefill_decode_interval: Annotated[
+        int | None,
+        Flag(
+            POLICY, "N decode rounds after each prefill round (decode node: 4 if unset)", only=(Role.FUSED, Role.DECODE)
+        ),
+    ] = None
+    prefill_hold_budget: Annotated[
+        int | None,
+        Flag(POLICY, "rounds that interval may hold one prompt in all (default: 30)", only=(Role.FUSED, Role.DECODE)),
     ] = None
 
     prefill_peers: Annotated[
@@ -122,6 +165,11 @@ class Settings(BaseModel):
     log_format: Annotated[Literal["text", "json"], Flag(RUNNING, "how log lines are written")] = "text"
     stats_interval_s: Annotated[Seconds, Flag(RUNNING, "seconds between lines of statistics while busy", "S")] = 10.0
     config: Annotated[str | None, Flag(RUNNING, "YAML or TOML file with settings named as the flags", "FILE")] = None
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks of the group that shares its prefill rounds: one, as a node has a single rank."""
+        return 1
 
 
 FIELDS = Settings.model_fields

@@ -81,16 +81,20 @@ def kinds(annotation: Any) -> list[Any]:
     return [LIST if typing.get_origin(annotation) is tuple else annotation]
 
 
-def add_flags(parser: argparse.ArgumentParser, fields: Mapping[str, Field], leave_out: Collection[str] = ()) -> None:
-    """One flag a field, each in its group. A flag that isn't given leaves no attribute behind."""
+def add_flags(parser: argparse.ArgumentParser, fields: Mapping[str, Field], hidden: Collection[str] = ()) -> None:
+    """One flag a field, each in its group. A flag that isn't given leaves no attribute behind.
+
+    hidden: fields whose flags are read, for their refusal to give the reason, and not shown.
+    """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for name, field in fields.items():
-        if name in leave_out:
-            continue
         flag = described(field)
         if flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(flag.group)
-        groups[flag.group].add_argument(spelled(name), dest=name, default=argparse.SUPPRESS, **_settings(flag, field))
+        settings = _settings(flag, field)
+        if name in hidden:
+            settings["help"] = argparse.SUPPRESS
+        groups[flag.group].add_argument(spelled(name), dest=name, default=argparse.SUPPRESS, **settings)
 
 
 def _settings(flag: Flag, field: Field) -> dict[str, Any]:
@@ -99,10 +103,16 @@ def _settings(flag: Flag, field: Field) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction, "help": text}
     if LIST in kinds(field.annotation):
         return {"action": "append", "metavar": flag.metavar, "help": text}
-    return {"metavar": "|".join(_choices(field.annotation)) or flag.metavar, "help": text}
+    return {"metavar": _metavar(flag, field.annotation), "help": text}
 
 
-def _choices(annotation: Any) -> list[str]:
+def _metavar(flag: Flag, annotation: Any) -> str:
+    """What stands for the value in the help: the words the field takes, its number's name, or both."""
+    words = _words(annotation)
+    return "|".join(words if words and int not in kinds(annotation) else [flag.metavar, *words])
+
+
+def _words(annotation: Any) -> list[str]:
     for kind in kinds(annotation):
         if isinstance(kind, type) and issubclass(kind, enum.Enum):
             return [str(member.value) for member in kind]

@@ -4,44 +4,24 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from pdserve.config import environment, flags
-from pdserve.config.faults import ConfigError, Fault
+from pdserve.config.faults import Fault
 from pdserve.config.fields import FIELDS, DecodeFallback, Role, Settings, flag_name
-
-GATE_FIELDS = ("prefill_attempt_interval", "prefill_any_attempt_interval")
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillDelay:
-    """The gate's two intervals in rounds: 1 <= attempt_interval <= any_interval."""
-
-    attempt_interval: int
-    any_interval: int
+from pdserve.config.policy_rules import POLICY_FIELDS, policy_faults
 
 
 def faults_of(settings: Settings) -> list[Fault]:
     """Everything wrong between fields that are each right on their own."""
     return [
         *_ignored_flags(settings),
-        *_gate_faults(settings),
+        *policy_faults(settings),
         *_address_faults(settings),
         *_size_faults(settings),
+        *_tier_faults(settings),
         *_peer_faults(settings),
         *_thread_faults(),
     ]
-
-
-def prefill_delay(attempt: object, any_rank: object) -> PrefillDelay | None:
-    """The gate for the two intervals, None only when both are unset. Raises ConfigError for all else that's no pair."""
-    if attempt is None and any_rank is None:
-        return None
-    if faults := _interval_faults(attempt, any_rank):
-        raise ConfigError(faults)
-    assert isinstance(attempt, int)
-    assert isinstance(any_rank, int)
-    return PrefillDelay(attempt, any_rank)
 
 
 def _ignored_flags(settings: Settings) -> Iterable[Fault]:
@@ -51,43 +31,9 @@ def _ignored_flags(settings: Settings) -> Iterable[Fault]:
         value = getattr(settings, name)
         if not only or settings.role in only or value is None or name not in settings.model_fields_set:
             continue
-        if name not in GATE_FIELDS:
+        if name not in POLICY_FIELDS:  # those have reasons of their own
             reason = f"a {settings.role} node doesn't use it, only {' and '.join(only)} nodes do; leave it out"
             yield Fault(flag_name(name), value, reason)
-
-
-def _gate_faults(settings: Settings) -> list[Fault]:
-    attempt, any_rank = settings.prefill_attempt_interval, settings.prefill_any_attempt_interval
-    if attempt is None and any_rank is None:
-        return []
-    given = [(flag_name(name), getattr(settings, name)) for name in GATE_FIELDS if getattr(settings, name) is not None]
-    if settings.role is not Role.FUSED:
-        reason = f"a {settings.role} node runs without a prefill gate; only a fused node's prompts wait for one"
-        return [Fault(flag, value, reason) for flag, value in given]
-    if faults := _interval_faults(attempt, any_rank):
-        return faults
-    reason = "the prefill gate is not available yet; leave the flag out"
-    return [Fault(flag, value, reason) for flag, value in given]
-
-
-def _interval_faults(attempt: object, any_rank: object) -> list[Fault]:
-    """Half a pair, a value that is no whole number (True and 2.0 included), or numbers out of order."""
-    attempt_flag, any_flag = (flag_name(name) for name in GATE_FIELDS)
-    if attempt is None:
-        return [Fault(any_flag, any_rank, f"needs {attempt_flag} beside it")]
-    if any_rank is None:
-        return [Fault(attempt_flag, attempt, f"needs {any_flag} beside it")]
-    faults = [
-        Fault(flag, repr(value), f"must be a whole number, not {type(value).__name__}")
-        for flag, value in ((attempt_flag, attempt), (any_flag, any_rank))
-        if type(value) is not int
-    ]
-    if not faults and isinstance(attempt, int) and isinstance(any_rank, int):
-        if attempt < 1:
-            faults.append(Fault(attempt_flag, attempt, "must be at least 1"))
-        if any_rank < max(attempt, 1):
-            faults.append(Fault(any_flag, any_rank, f"must be at least {attempt_flag} ({attempt}) and at least 1"))
-    return faults
 
 
 def _address_faults(settings: Settings) -> Iterable[Fault]:
@@ -113,12 +59,25 @@ def _size_faults(settings: Settings) -> Iterable[Fault]:
         yield Fault(flag_name("kv_memory_fraction"), settings.kv_memory_fraction, reason)
 
 
+def _tier_faults(settings: Settings) -> Iterable[Fault]:
+    if settings.kv_dir is None:
+        if settings.kv_dir_gb is not None:
+            yield Fault(flag_name("kv_dir_gb"), settings.kv_dir_gb, "bounds --kv-dir; give that too")
+        return
+    if settings.host_kv_gb == 0:
+        reason = "blocks go to files and come back through host memory; give some with --host-kv-gb"
+        yield Fault(flag_name("kv_dir"), settings.kv_dir, reason)
+    if not settings.prefix_caching:
+        reason = "the files hold prefix blocks, and --no-prefix-caching leaves none; give one of them"
+        yield Fault(flag_name("kv_dir"), settings.kv_dir, reason)
+
+
 def _peer_faults(settings: Settings) -> Iterable[Fault]:
     for peer in settings.prefill_peers:
         if reason := _wrong_with_address(peer):
             yield Fault(flag_name("prefill_peers"), peer, reason)
-    fails = settings.decode_fallback is DecodeFallback.FAIL
-    if settings.role is Role.DECODE and fails and not settings.prefill_peers:
+    fails = settings.decode_fallback == DecodeFallback.FAIL
+    if settings.role == Role.DECODE and fails and not settings.prefill_peers:
         reason = "every request would fail without a prefill node; name one with --prefill-peers"
         yield Fault(flag_name("decode_fallback"), settings.decode_fallback, reason)
 

@@ -19,7 +19,10 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pdserve.config import environment, flags
 from pdserve.config.faults import ConfigError, Fault
 from pdserve.config.fields import FIELDS, Settings, flag_name
+from pdserve.config.policy_rules import POLICY_FIELDS
 
+# Fields whose rules judge any value, or only whether there is one: without its wrong half a pair would look like half.
+ANY_VALUE_FIELDS = (*POLICY_FIELDS, "host_kv_gb", "kv_dir", "kv_dir_gb")
 TRUE, FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
 
@@ -66,7 +69,7 @@ class TolerantSettings(LayeredSettings):
 def read_layers(given: dict[str, Any]) -> tuple[Settings, list[Fault]]:
     """The settings with `given` (text by field) as the top layer, and what can't be read.
 
-    A field that can't be read has its default in the result, so that the rest can still be judged.
+    A field that can't be read has a stand-in in the result, so that the rest can still be judged.
     """
     faults = unknown_variables()
     try:
@@ -74,12 +77,17 @@ def read_layers(given: dict[str, Any]) -> tuple[Settings, list[Fault]]:
     except ValidationError as error:
         found = error.errors()
     faults += [_fault(str(item["loc"][0]), item["input"], item["msg"], item["type"], given) for item in found]
-    wrong = {name: default(name) for item in found if (name := str(item["loc"][0])) in FIELDS}
-    return TolerantSettings(**(given | wrong)), faults
+    wrong = {name: item["input"] for item in found if (name := str(item["loc"][0])) in FIELDS}
+    settings = TolerantSettings(**(given | {name: _default(name) for name in wrong}))
+    return settings.model_copy(update=stand_ins(wrong)), faults
 
 
-def default(name: str) -> Any:
-    """A value for the field that is right on its own."""
+def stand_ins(wrong: dict[str, Any]) -> dict[str, Any]:
+    """For fields whose values can't be read: what the rules between fields can judge in their place."""
+    return {name: value if name in ANY_VALUE_FIELDS else _default(name) for name, value in wrong.items()}
+
+
+def _default(name: str) -> Any:
     return "-" if name == "model" else FIELDS[name].default
 
 
@@ -100,6 +108,7 @@ def _origin(name: str, given: dict[str, Any]) -> str:
 
 def worded(message: str) -> str:
     """pydantic's message as the rest of a sentence about the flag."""
+    message = message.removeprefix("Value error, ")
     return message.replace("Input should be", "must be").replace("String should have", "must have")
 
 

@@ -20,6 +20,27 @@ class TransportSpec(msgspec.Struct, frozen=True):
     quarantine_s: float
 
 
+class PolicySpec(msgspec.Struct, frozen=True):
+    """Which rounds may prefill; None = no such policy. See scheduler/gate.py, cadence.py and fill.py."""
+
+    attempt_interval: int | None = None
+    any_interval: int | None = None
+    max_open_rounds: int | None = None
+    prefill_rounds: int | None = None
+    decode_rounds: int = 1
+    hold_budget: int | None = None
+    fill_tokens: int | None = None
+    fill_max_holds: int = 1
+
+
+class TierSpec(msgspec.Struct, frozen=True):
+    """host_bytes: of the tier below the device, 0 = none. directory: of the storage below that, None = none."""
+
+    host_bytes: int = 0
+    directory: str | None = None
+    directory_bytes: int = 0
+
+
 class RankSpec(msgspec.Struct, frozen=True):
     """Everything a rank process needs to know. source: what its log lines call it."""
 
@@ -40,6 +61,8 @@ class RankSpec(msgspec.Struct, frozen=True):
     log_level: str
     log_format: str
     transport: TransportSpec | None = None
+    policy: PolicySpec = PolicySpec()
+    tiers: TierSpec = TierSpec()
 
 
 class RankProcess:

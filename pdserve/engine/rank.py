@@ -13,6 +13,7 @@ from typing import Protocol
 import zmq
 
 from pdserve.engine.channel import RankChannel
+from pdserve.engine.gating import Gating
 from pdserve.engine.messages import (
     AbandonPull,
     Abort,
@@ -34,9 +35,11 @@ from pdserve.engine.messages import (
     ToRank,
     TransferAccepted,
 )
+from pdserve.engine.tiers import HostTierLink
 from pdserve.errors import PdserveError
 from pdserve.model.runner import ModelRunner, RoundResult
 from pdserve.request import FinishReason, LeaseId, RankLoad, RequestId, Side, TokenLogprobs
+from pdserve.scheduler.gate import PrefillGate
 from pdserve.scheduler.plan import (
     AnswerEnded,
     ChunkComputed,
@@ -44,7 +47,6 @@ from pdserve.scheduler.plan import (
     KvAccepted,
     LeaseUnwanted,
     Outcome,
-    PlanOptions,
     RequestAborted,
     RequestFailed,
     RoundPlan,
@@ -79,11 +81,14 @@ class TransportLink(Protocol):
 class Live:
     """What the loop remembers of a request beside the scheduler.
 
-    prompt_logprobs: collected until the first token goes out with them; None where nobody waits for any.
+    submitted_in: the last round it was not there for. prompt_logprobs: collected until the first token goes out with
+    them; None where nobody waits for any.
     """
 
     submit: Submit
+    submitted_in: int
     prompt_logprobs: list[TokenLogprobs] | None
+    is_started: bool = False
     num_cached_tokens: int = 0
     num_chunks: int = 0
 
@@ -98,8 +103,12 @@ class RankLoop:
         front: RankChannel[ToRank, FromRank],
         eos_token_ids: Iterable[int],
         transport: TransportLink | None = None,
+        tiers: HostTierLink | None = None,
+        gate: PrefillGate | None = None,
     ) -> None:
         self._scheduler = scheduler
+        self._gating = Gating(scheduler, gate)
+        self._tiers = tiers
         self._runner = runner
         self._front = front
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -111,6 +120,8 @@ class RankLoop:
         self._poller.register(front.socket, zmq.POLLIN)
         if transport is not None:
             self._poller.register(transport.fileno(), zmq.POLLIN)
+        for fileno in tiers.filenos() if tiers is not None else ():
+            self._poller.register(fileno, zmq.POLLIN)
 
     def run(self) -> None:
         """Rounds until Stop. A round that could run nothing waits for a message or an event: only they change that."""
@@ -121,19 +132,31 @@ class RankLoop:
 
     def run_round(self) -> bool:
         """One round; False if it changed nothing, so that the next would be the same."""
-        plan = self._scheduler.plan(PlanOptions())
+        plan = self._scheduler.plan(self._gating.options())
+        self._gating.observe(plan)
         self._announce_plan(plan)
+        copied = self._move_between_tiers(plan)
         if plan.batch_size:
             result = self._runner.execute(plan)
             self._collect_prompt_logprobs(result)
             self._carry_out(self._scheduler.advance([StepDone(plan.round_id, result.tokens)]), result)
-        has_events = self._advance_transport()
+        has_events = self._advance_links(copied)
         self._flush()
-        return has_events or plan.batch_size > 0 or bool(plan.failed or plan.reservations or plan.taken_back)
+        has_moved = plan.batch_size > 0 or bool(plan.failed or plan.reservations or plan.taken_back)
+        return has_moved or has_events or self._gating.holds_prefill
 
-    def _advance_transport(self) -> bool:
-        """Tell the scheduler what the transport thread saw; False if it saw nothing."""
-        events = self._transport.events() if self._transport is not None else []
+    def _move_between_tiers(self, plan: RoundPlan) -> list[Event]:
+        """Make the copies that the forward relies on, start what may run beside it."""
+        if self._tiers is None:
+            return []
+        self._tiers.begin(plan.write_backs, plan.fetches, plan.stores)
+        return self._tiers.copy(plan.copies)
+
+    def _advance_links(self, copied: Iterable[Event] = ()) -> bool:
+        """Tell the scheduler what its copies, the tiers and the transport thread did; False if that was nothing."""
+        events = list(copied)
+        events += self._tiers.events() if self._tiers is not None else []
+        events += self._transport.events() if self._transport is not None else []
         self._carry_out(self._scheduler.advance(events))
         return bool(events)
 
@@ -157,7 +180,7 @@ class RankLoop:
                     self._on_ask_load(message)
                 case Stop():
                     self._is_stopping = True
-        self._advance_transport()
+        self._advance_links()
         self._flush()
 
     def _on_submit(self, message: Submit) -> None:
@@ -180,7 +203,9 @@ class RankLoop:
             self._outputs.append(_failure(submission.request_id, error))
         else:
             wants_prompt = sampling.prompt_logprobs is not None
-            self._live[submission.request_id] = Live(message, [] if wants_prompt else None)
+            self._live[submission.request_id] = Live(
+                message, self._scheduler.counters.rounds, [] if wants_prompt else None
+            )
 
     def _on_ask_load(self, message: AskLoad) -> None:
         integrity = ""
@@ -194,6 +219,7 @@ class RankLoop:
     def load(self) -> RankLoad:
         scheduler = self._scheduler
         transport = self._transport.counters() if self._transport else {}
+        tiers = self._tiers.counters() if self._tiers else {}
         return RankLoad(
             rank=0,
             num_running=scheduler.num_running,
@@ -205,7 +231,7 @@ class RankLoop:
             num_quarantined_blocks=scheduler.num_draining_blocks,
             num_live_leases=transport.pop("live_leases", 0),
             num_open_transfers=scheduler.num_transfers,
-            counters={**asdict(scheduler.counters), **transport},
+            counters={**asdict(scheduler.counters), **transport, **tiers, **self._gating.counters},
         )
 
     # ------------------------------------------------------------ a plan goes out
@@ -214,6 +240,9 @@ class RankLoop:
         for start in plan.starts:
             live = self._live[start.request_id]
             live.num_cached_tokens = start.num_cached_tokens
+            if not live.is_started:
+                live.is_started = True
+                self._gating.on_first_chunk(plan.round_id - live.submitted_in)
             self._runner.start(start, live.submit.request)
             if live.submit.route.decode is Side.REMOTE:
                 self._link.submit(OpenLease(LeaseId(start.request_id)))

@@ -8,14 +8,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdserve.engine.channel import RankChannel
-from pdserve.engine.launch import RankSpec, TransportSpec, read_spec
+from pdserve.engine.launch import PolicySpec, RankSpec, TierSpec, TransportSpec, read_spec
 from pdserve.engine.memory import available_bytes, choose_num_blocks
 from pdserve.engine.messages import FromRank, FromTransport, Loading, Ready, StartFailed, ToRank, ToTransport
 from pdserve.engine.rank import RankLoop
+from pdserve.engine.storage_thread import StorageThread
+from pdserve.engine.tiers import HostTierLink
 from pdserve.engine.transport_thread import TransportThread
 from pdserve.errors import StartupError
 from pdserve.kv.layout import LAYOUT_VERSION, Fingerprint, KVLayout
@@ -25,16 +27,20 @@ from pdserve.model.runner import ModelRunner
 from pdserve.model.torch_runner import load
 from pdserve.model.weights import checkpoint_files, revision
 from pdserve.request import RequestId, SamplingParams, TokenRequest
-from pdserve.scheduler.config import SchedulerConfig
+from pdserve.scheduler.config import CadenceLimits, SchedulerConfig
+from pdserve.scheduler.gate import PrefillGate
 from pdserve.scheduler.plan import StepDone, Submission
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.telemetry import configure_logging
+from pdserve.transfer.file_tier import FileTier
 from pdserve.transfer.nixl import NixlTransport
 
 log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _WARM_UP_TOKENS = 2
+# With a gate, tenths of the pool above which no new prompt is admitted.
+GATE_WATERMARK = 9
 
 
 def main() -> int:
@@ -60,6 +66,8 @@ def _run(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> int:
         return 2
     front.send(rank.ready)
     rank.loop.run()
+    if rank.tiers is not None:
+        rank.tiers.close()
     if rank.transport is not None:
         rank.transport.close()
     return 0
@@ -79,6 +87,7 @@ def _end_with_parent() -> None:
 class BuiltRank:
     loop: RankLoop
     transport: TransportThread | None
+    tiers: HostTierLink | None
     ready: Ready
 
 
@@ -90,6 +99,7 @@ def build(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> BuiltRank:
     weights_bytes = sum(path.stat().st_size for path in checkpoint_files(directory))
     scheduler_config = _scheduler_config(spec, config, layout, available_bytes() - weights_bytes)
     storage = KVStorage(layout, scheduler_config.num_blocks)
+    fingerprint = _fingerprint(directory, config, layout)
     runner = load(
         directory,
         config,
@@ -102,6 +112,7 @@ def build(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> BuiltRank:
     )
     warm_up(scheduler_config, runner, lambda done: front.send(Loading("warming up", done, _WARM_UP_TOKENS)))
     scheduler = Scheduler(scheduler_config)
+    tiers = _tiers(spec.tiers, storage, scheduler_config.num_host_blocks, fingerprint)
     transport = _transport(spec.transport, storage, scheduler) if spec.transport else None
     metadata = transport.start() if transport else b""
     ready = Ready(
@@ -110,10 +121,11 @@ def build(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> BuiltRank:
         max_model_len=scheduler_config.max_model_len,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
-        fingerprint=_fingerprint(directory, config, layout),
+        fingerprint=fingerprint,
         transport_metadata=metadata,
     )
-    return BuiltRank(RankLoop(scheduler, runner, front, config.eos_token_ids, transport), transport, ready)
+    loop = RankLoop(scheduler, runner, front, config.eos_token_ids, transport, tiers, _gate(spec.policy))
+    return BuiltRank(loop, transport, tiers, ready)
 
 
 def _scheduler_config(spec: RankSpec, config: ModelConfig, layout: KVLayout, available: int) -> SchedulerConfig:
@@ -121,14 +133,20 @@ def _scheduler_config(spec: RankSpec, config: ModelConfig, layout: KVLayout, ava
     wanted = spec.max_model_len or longest
     if wanted > longest:
         raise StartupError(f"--max-model-len {wanted} is beyond the model's {longest} positions: lower it")
+    num_host_blocks = spec.tiers.host_bytes // layout.block_bytes
+    if spec.tiers.host_bytes and not num_host_blocks:
+        raise StartupError(
+            f"--host-kv-gb holds no KV block of {layout.block_bytes / 2**20:.1f} MiB: raise it or leave it out"
+        )
     num_blocks = choose_num_blocks(
         layout,
         wanted=spec.num_kv_blocks,
         fraction=spec.kv_memory_fraction,
         max_model_len=wanted,
         max_num_seqs=spec.max_num_seqs,
-        available=available,
+        available=available - spec.tiers.host_bytes,
     )
+    policy = spec.policy
     return SchedulerConfig(
         num_blocks=num_blocks,
         block_size=spec.block_size,
@@ -138,12 +156,48 @@ def _scheduler_config(spec: RankSpec, config: ModelConfig, layout: KVLayout, ava
         enable_mixed_batch=spec.enable_mixed_batch,
         prefix_caching=spec.prefix_caching,
         max_outstanding_transfers=spec.max_outstanding_transfers,
+        prefill_watermark=GATE_WATERMARK if policy.attempt_interval else None,
+        cadence=CadenceLimits(policy.prefill_rounds, policy.decode_rounds, policy.hold_budget),
+        fill_tokens=policy.fill_tokens,
+        fill_max_holds=policy.fill_max_holds,
+        num_host_blocks=num_host_blocks,
+        has_storage=spec.tiers.directory is not None,
     )
+
+
+def _gate(policy: PolicySpec) -> PrefillGate | None:
+    if policy.attempt_interval is None or policy.any_interval is None:
+        return None
+    return PrefillGate(policy.attempt_interval, policy.any_interval, policy.max_open_rounds)
+
+
+def _tiers(spec: TierSpec, device: KVStorage, num_host_blocks: int, fingerprint: Fingerprint) -> HostTierLink | None:
+    """The host slab, and the files below it, if any. Raises StartupError for a directory that cannot be used."""
+    if num_host_blocks == 0:
+        return None
+    host = KVStorage(device.layout, num_host_blocks)
+    if spec.directory is None:
+        return HostTierLink(device, host)
+    directory = Path(spec.directory)
+
+    def open_storage() -> FileTier:
+        return FileTier(
+            directory,
+            fingerprint,
+            slab_ptr=host.data_ptr,
+            num_blocks=host.num_blocks,
+            block_bytes=host.layout.block_bytes,
+            max_bytes=spec.directory_bytes,
+        )
+
+    storage = StorageThread(open_storage)
+    storage.start()
+    return HostTierLink(device, host, storage)
 
 
 def warm_up(config: SchedulerConfig, runner: ModelRunner, on_token: Callable[[int], None]) -> None:
     """A real prefill and a real decode, planned by a scheduler that is thrown away after."""
-    scheduler = Scheduler(config)
+    scheduler = Scheduler(replace(config, num_host_blocks=0, has_storage=False))
     request = TokenRequest(RequestId("warm-up"), (0,), SamplingParams(max_new_tokens=_WARM_UP_TOKENS, temperature=0.0))
     scheduler.submit(Submission(request.request_id, request.prompt, min(_WARM_UP_TOKENS, config.max_model_len - 1)))
     num_tokens = 0

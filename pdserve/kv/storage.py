@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ class KVStorage:
         self.layout = layout
         self.num_blocks = num_blocks
         self.slab: Tensor = torch.empty((num_blocks, layout.block_bytes), dtype=torch.uint8)
+        self._bytes = self.slab.numpy()  # the same memory
 
     @property
     def data_ptr(self) -> int:
@@ -35,6 +37,13 @@ class KVStorage:
     @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.layout.block_bytes
+
+    def copy_block(self, block: int, source: KVStorage, source_block: int) -> None:
+        """Copy one block of another slab of the same layout here, in the calling thread and without its lock.
+
+        Not by torch, which would start a team of compute threads for each thread that copies.
+        """
+        np.copyto(self._bytes[block], source._bytes[source_block])
 
     def view(self, layer: int, plane: str) -> Tensor:
         """The plane in every block: [num_blocks, *plane.shape] of the layout's dtype, strided over the slab.

@@ -24,6 +24,8 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._generations = [0] * num_blocks
         self._prefixes = PrefixCache()
+        self._unsaved: dict[BlockId, None] = {}  # cached, and not known to the tier below, coldest first
+        self._saved: set[BlockId] = set()
 
     @property
     def num_held(self) -> int:
@@ -54,12 +56,14 @@ class BlockPool:
             block = self._free.pop() if self._free else self._evict()
             self._references[block] = 1
             self._generations[block] += 1
+            self._saved.discard(block)
             taken.append(block)
         return taken
 
     def _evict(self) -> BlockId:
         block = next(iter(self._cached))
         del self._cached[block]
+        self._unsaved.pop(block, None)
         self._prefixes.forget(block)
         return block
 
@@ -68,6 +72,7 @@ class BlockPool:
         for block in blocks:
             if self._references[block] == 0:
                 del self._cached[block]
+                self._unsaved.pop(block, None)
             self._references[block] += 1
 
     def release(self, blocks: Sequence[BlockId]) -> None:
@@ -78,6 +83,8 @@ class BlockPool:
             if self._references[block] == 0:
                 if block in self._prefixes:
                     self._cached[block] = None
+                    if block not in self._saved:
+                        self._unsaved[block] = None
                 else:
                     self._free.append(block)
 
@@ -85,6 +92,27 @@ class BlockPool:
         """The held block is complete and can be found by others."""
         assert self._references[block] > 0, f"block {block} published while nobody holds it"
         self._prefixes.publish(block_hash, block)
+
+    def holds_prefix(self, block_hash: BlockHash) -> bool:
+        """A block holds this prefix, held or cached."""
+        return bool(self._prefixes.longest([block_hash]))
+
+    def is_held(self, block: BlockId) -> bool:
+        return self._references[block] > 0
+
+    def num_sole_references(self, blocks: Iterable[BlockId]) -> int:
+        """How many of these would be available if their holder let go."""
+        return [self._references[block] for block in blocks].count(1)
+
+    def coldest_unsaved(self) -> tuple[BlockId, BlockHash] | None:
+        """The cached block that will be evicted first of those the tier below does not hold, and its prefix."""
+        block = next(iter(self._unsaved), None)
+        return None if block is None else (block, self._prefixes.hash_of(block))
+
+    def mark_saved(self, block: BlockId) -> None:
+        """The tier below holds this block's prefix, or need not."""
+        self._unsaved.pop(block, None)
+        self._saved.add(block)
 
     def longest_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """The blocks of the longest cached prefix; not held yet."""
@@ -105,4 +133,5 @@ class BlockPool:
         assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is in no set"
         assert all(block in self._prefixes for block in cached), "a cached block holds no known prefix"
         assert not any(block in self._prefixes for block in free), "a free block holds a known prefix"
+        assert set(self._unsaved) == cached - self._saved, "a cached block is lost to the tier below"
         self._prefixes.check_integrity()

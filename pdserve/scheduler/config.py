@@ -8,6 +8,18 @@ from pdserve.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)
+class CadenceLimits:
+    """See `cadence.py`; without prefill_rounds there is no cadence.
+
+    hold_budget: rounds a prompt is held in all before it is held no more; None = no bound.
+    """
+
+    prefill_rounds: int | None = None
+    decode_rounds: int = 1
+    hold_budget: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Plain numbers; nothing here knows what kind of node it is for.
 
@@ -16,6 +28,7 @@ class SchedulerConfig:
     min_prefill_chunk_tokens: what a mixed round's decodes leave for a waiting prefill; None = one block.
     max_outstanding_transfers: how many requests may wait on peers at once; None = as many as there are slots.
     prefill_watermark: a share in tenths of the pool above which no new gated prompt is admitted; None = no check.
+    cadence, fill_tokens: None = off. num_host_blocks: of the tier below the device; has_storage: there is one below it.
     """
 
     num_blocks: int
@@ -29,12 +42,24 @@ class SchedulerConfig:
     min_prefill_chunk_tokens: int | None = None
     max_outstanding_transfers: int | None = None
     prefill_watermark: int | None = None
+    cadence: CadenceLimits | None = None
+    fill_tokens: int | None = None
+    fill_max_holds: int = 30
+    num_host_blocks: int = 0
+    has_storage: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_batch_size", "max_scheduled_tokens", "max_model_len"):
             _at_least(name, getattr(self, name), 1)
         _at_least("answer_headroom", self.answer_headroom, 0)
         _at_least("max_outstanding_transfers", self.transfer_limit, 1)
+        _at_least("num_host_blocks", self.num_host_blocks, 0)
+        _at_least("fill_max_holds", self.fill_max_holds, 1)
+        if self.fill_tokens is not None and not 1 <= self.fill_tokens <= self.max_scheduled_tokens:
+            raise StartupError(
+                f"--prefill-fill-tokens {self.fill_tokens} is not in [1, {self.max_scheduled_tokens}]: "
+                "a round holds --chunked-prefill-size tokens, so no more than these can wait for one"
+            )
         _at_least("min_prefill_chunk_tokens", self.prefill_reserve, self.block_size)
         if self.max_scheduled_tokens < self.block_size:
             raise StartupError(

@@ -19,3 +19,8 @@ class Counters:
     reroutes: int = 0
     capacity_failures: int = 0
     reservations_taken_back: int = 0
+    retractions: int = 0
+    restores: int = 0
+    host_hit_tokens: int = 0
+    storage_fetches: int = 0
+    storage_blocks_fetched: int = 0

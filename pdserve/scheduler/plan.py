@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pdserve.errors import PdserveError
 from pdserve.request import FUSED, BlockId, FinishReason, RequestId, Route, TransferId
+from pdserve.scheduler.storage_plan import Fetch, StorageLate, StorageReady, Store, Stored
 
 # ---------------------------------------------------------------- in
 
@@ -92,6 +93,16 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCopy:
+    """Whole blocks between device and host: device_blocks[i] to or from host_blocks[i]; answered by HostCopyDone."""
+
+    copy_id: int
+    is_to_host: bool
+    device_blocks: tuple[BlockId, ...]
+    host_blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFailed:
     """A request that ends without its answer, and why."""
 
@@ -112,7 +123,8 @@ class RoundPlan:
     """One round. Prefill rows come before decode rows in the forward.
 
     failed: requests that had to be given up for want of capacity; they have ended. taken_back: reservations that
-    had to make room for answers under way; they wait again, at their old place.
+    had to make room for answers under way; they wait again, at their old place. copies: done in this order before
+    the forward, which reads what they bring and overwrites what they save. write_backs, fetches, stores: beside it.
     """
 
     round_id: int
@@ -122,6 +134,10 @@ class RoundPlan:
     reservations: tuple[Reservation, ...] = ()
     failed: tuple[RequestFailed, ...] = ()
     taken_back: tuple[TakenBack, ...] = ()
+    copies: tuple[HostCopy, ...] = ()
+    write_backs: tuple[HostCopy, ...] = ()
+    fetches: tuple[Fetch, ...] = ()
+    stores: tuple[Store, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -147,10 +163,14 @@ class RoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProbe:
-    """A rank's vote and what it protects (spec: the probe)."""
+    """A rank's wish for a prefill round and what such a round would delay (spec: the probe).
+
+    vote: what is published to the group: the wish, once what waits is worth a round (spec: the fill condition).
+    """
 
     wants_prefill: bool
     has_decode_work: bool
+    vote: bool
 
 
 # ---------------------------------------------------------------- events
@@ -195,6 +215,13 @@ class KvQuiet:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCopyDone:
+    """The blocks of the copy are in place."""
+
+    copy_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseReleased:
     """The peer that read this request's blocks is done with them."""
 
@@ -208,7 +235,19 @@ class LeaseRevoked:
     request_id: RequestId
 
 
-Event = StepDone | KvAccepted | KvReceived | TransferFailed | KvQuiet | LeaseReleased | LeaseRevoked
+Event = (
+    StepDone
+    | KvAccepted
+    | KvReceived
+    | TransferFailed
+    | KvQuiet
+    | HostCopyDone
+    | StorageReady
+    | StorageLate
+    | Stored
+    | LeaseReleased
+    | LeaseRevoked
+)
 
 # ---------------------------------------------------------------- outcomes
 

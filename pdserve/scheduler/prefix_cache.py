@@ -53,6 +53,10 @@ class PrefixCache:
             found.append(block)
         return found
 
+    def hash_of(self, block: BlockId) -> BlockHash:
+        """The prefix that `block` holds."""
+        return self._hash_by_block[block]
+
     def forget(self, block: BlockId) -> None:
         """`block` is about to hold something else."""
         block_hash = self._hash_by_block.pop(block, None)

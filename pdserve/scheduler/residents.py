@@ -23,6 +23,9 @@ class Residents:
         self.num_gated_waiting = 0
         self.num_gated_prefilling = 0
         self.num_receiving = 0
+        self.num_fetching = 0
+        self.num_restoring = 0
+        self.retracted: list[Tracked] = []
         self._waiting: list[Tracked] = []
         self._free_slots = list(reversed(range(num_slots)))
         self._num_slots = num_slots
@@ -65,6 +68,10 @@ class Residents:
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
     def admit(self, request: Tracked) -> None:
         """From the queue to a slot and its first chunk."""
         self._leave_queue(request)
@@ -101,6 +108,53 @@ class Residents:
         if not request.route.holds_slot_on_wire:
             self._give_back_slot(request)
 
+    # ------------------------------------------------------------ detours
+
+    def start_fetch(self, request: Tracked) -> None:
+        """Out of the queue's head of line; its wish for a prefill counts on."""
+        del self._waiting[bisect_left(self._waiting, request.order, key=_order)]
+        request.move(Move.FETCH)
+        self.num_fetching += 1
+
+    def finish_fetch(self, request: Tracked) -> None:
+        """Back at its place in the queue."""
+        request.move(Move.FETCHED)
+        self.num_fetching -= 1
+        insort(self._waiting, request, key=_order)
+
+    def retract(self, request: Tracked) -> None:
+        """Its slot goes; its image is waited for and then brought back in the order of submission."""
+        if request.state is State.PREFILLING:
+            self._leave_prefill(request)
+        else:
+            self._leave_decode(request)
+        request.move(Move.RETRACT)
+        self._give_back_slot(request)
+        insort(self.retracted, request, key=_order)
+
+    def restore(self, request: Tracked) -> None:
+        self._leave_retracted(request)
+        request.move(Move.RESTORE)
+        request.slot = self._free_slots.pop()
+        self.num_restoring += 1
+
+    def resume(self, request: Tracked) -> None:
+        """Its blocks are back: it goes on where it was."""
+        self.num_restoring -= 1
+        if request.resumes_decoding:
+            request.move(Move.RESUME_DECODE)
+            insort(self.decoding, request, key=_order)
+        else:
+            request.move(Move.RESUME_PREFILL)
+            insort(self.prefilling, request, key=_order)
+            self.num_gated_prefilling += request.route.is_gated
+
+    def _leave_decode(self, request: Tracked) -> None:
+        del self.decoding[bisect_left(self.decoding, request.order, key=_order)]
+
+    def _leave_retracted(self, request: Tracked) -> None:
+        del self.retracted[bisect_left(self.retracted, request.order, key=_order)]
+
     # ------------------------------------------------------------ out of work
 
     def requeue(self, request: Tracked, route: Route) -> None:
@@ -122,7 +176,14 @@ class Residents:
         elif request.state is State.RECEIVING:
             self.num_receiving -= 1
         elif request.state is State.DECODING:
-            del self.decoding[bisect_left(self.decoding, request.order, key=_order)]
+            self._leave_decode(request)
+        elif request.state is State.FETCHING:
+            self.num_fetching -= 1
+            self.num_gated_waiting -= request.route.is_gated
+        elif request.state is State.RETRACTED:
+            self._leave_retracted(request)
+        elif request.state is State.RESTORING:
+            self.num_restoring -= 1
 
     def forget(self, request: Tracked) -> None:
         """It holds nothing any more."""
@@ -144,10 +205,14 @@ class Residents:
             (State.WAITING, self._waiting),
             (State.PREFILLING, self.prefilling),
             (State.DECODING, self.decoding),
+            (State.RETRACTED, self.retracted),
         ):
             assert listed == sorted(listed, key=_order), f"{state.name} requests are out of order"
             assert {r.request_id for r in listed} == {i for i, r in self.by_id.items() if r.state is state}
-        assert self.num_gated_waiting == sum(r.route.is_gated for r in self._waiting)
+        in_queue = [r for r in self.by_id.values() if r.state in (State.WAITING, State.FETCHING)]
+        assert self.num_gated_waiting == sum(r.route.is_gated for r in in_queue)
+        assert self.num_fetching == sum(r.state is State.FETCHING for r in self.by_id.values())
+        assert self.num_restoring == sum(r.state is State.RESTORING for r in self.by_id.values())
         assert self.num_gated_prefilling == sum(r.route.is_gated for r in self.prefilling)
         assert self.num_receiving == sum(r.state is State.RECEIVING for r in self.by_id.values())
         slots = [r.slot for r in self.by_id.values() if r.slot is not None]

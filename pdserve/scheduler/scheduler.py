@@ -13,6 +13,7 @@ from pdserve.scheduler.plan import (
     AnswerEnded,
     ChunkComputed,
     Event,
+    HostCopyDone,
     KvAccepted,
     KvQuiet,
     KvReceived,
@@ -34,7 +35,9 @@ from pdserve.scheduler.plan import (
 from pdserve.scheduler.planner import Planner
 from pdserve.scheduler.prefix_cache import extend_hashes
 from pdserve.scheduler.residents import Residents
-from pdserve.scheduler.state import HOLDS_BLOCKS, Move, State, Tracked, TransferMove, TransferState
+from pdserve.scheduler.state import HOLDS_BLOCKS, HOLDS_IMAGE, Move, State, Tracked, TransferMove, TransferState
+from pdserve.scheduler.storage_plan import StorageLate, StorageReady, Stored
+from pdserve.scheduler.tiers import HostTier
 
 
 class Scheduler:
@@ -48,7 +51,8 @@ class Scheduler:
         self.counters = Counters()
         self._pool = BlockPool(config.num_blocks)
         self._residents = Residents(config.max_batch_size)
-        self._planner = Planner(config, self._pool, self._residents, self.counters)
+        self._host = HostTier(self._pool, config.num_host_blocks, has_storage=config.has_storage)
+        self._planner = Planner(config, self._pool, self._residents, self._host, self.counters)
         self._num_submissions = 0
         self._outstanding: RoundPlan | None = None
 
@@ -118,10 +122,11 @@ class Scheduler:
         """This rank's vote, read only. A prompt whose last chunk is in the outstanding round is decode work already."""
         residents = self._residents
         num_completing = sum(request.route.is_gated for request in self._completing())
-        wants = residents.num_gated_prefilling > num_completing or (
-            residents.num_gated_waiting > 0 and self._planner.is_below_watermark
-        )
-        return PrefillProbe(wants, has_decode_work=bool(residents.decoding) or num_completing > 0)
+        has_decode_work = bool(residents.decoding) or num_completing > 0
+        wants_chunk = residents.num_gated_prefilling > num_completing
+        wants_prompt = residents.num_gated_waiting > 0 and self._planner.is_below_watermark
+        is_prompt_ready = wants_prompt and self._planner.is_worth_a_round(has_decode_work=has_decode_work)
+        return PrefillProbe(wants_chunk or wants_prompt, has_decode_work, vote=wants_chunk or is_prompt_ready)
 
     def _completing(self) -> Iterator[Tracked]:
         """Live requests whose last chunk is in the outstanding round."""
@@ -169,6 +174,8 @@ class Scheduler:
                     self._on_kv_quiet(event)
                 case LeaseReleased() | LeaseRevoked():
                     self._on_lease_ended(event, outcomes)
+                case HostCopyDone() | StorageReady() | StorageLate() | Stored():
+                    self._on_tier_event(event)
         return tuple(outcomes)
 
     # ------------------------------------------------------------ a round is done
@@ -323,6 +330,39 @@ class Scheduler:
         self._residents.forget_transfer(transfer)
         self._pool.release(transfer.blocks)
 
+    # ------------------------------------------------------------ tiers
+
+    def _on_tier_event(self, event: HostCopyDone | StorageReady | StorageLate | Stored) -> None:
+        """A job below the device has ended, or is waited for no longer; whoever waited goes on."""
+        job_id, request_id = 0, None
+        try:
+            match event:
+                case HostCopyDone(job_id):
+                    request_id = self._host.finish_copy(job_id)
+                case StorageReady(job_id, num_blocks):
+                    request_id = self._host.finish_fetch(job_id, num_blocks)
+                    self.counters.storage_blocks_fetched += num_blocks
+                case StorageLate(job_id):
+                    request_id = self._host.stop_waiting(job_id)
+                case Stored(job_id):
+                    self._host.finish_store(job_id)
+        except KeyError:
+            self.counters.ignored_events += 1
+            return
+        request = self._residents.by_id.get(request_id) if request_id is not None else None
+        if request is not None and request.job_id == job_id:  # not for a later request of the same id
+            self._go_on(request)
+
+    def _go_on(self, request: Tracked) -> None:
+        """The image of a retracted request has landed, or is back on the device; or its fetch is over."""
+        request.job_id = None
+        if request.state is State.RESTORING:
+            self._host.pool.release(request.image)
+            request.image = []
+            self._residents.resume(request)
+        elif request.state is State.FETCHING:
+            self._residents.finish_fetch(request)
+
     # ------------------------------------------------------------ leases
 
     def _on_lease_ended(self, event: LeaseReleased | LeaseRevoked, outcomes: list[Outcome]) -> None:
@@ -358,7 +398,8 @@ class Scheduler:
 
     def _finish(self, request: Tracked) -> None:
         self._pool.release(request.blocks)
-        request.blocks = []
+        self._host.pool.release(request.image)
+        request.blocks = request.image = []
         self._residents.forget(request)
         request.move(Move.END)
 
@@ -367,16 +408,19 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Somebody waits for a round; a round may still have to wait for blocks, a slot or a peer."""
-        return bool(self._residents.prefilling or self._residents.decoding or self._residents.has_waiting)
+        residents = self._residents
+        is_detoured = residents.num_fetching or residents.retracted or residents.num_restoring
+        return bool(residents.prefilling or residents.decoding or residents.has_waiting or is_detoured)
 
     @property
     def is_idle(self) -> bool:
-        """No request lives and no transfer drains."""
-        return not self._residents.by_id and not self._residents.transfers
+        """No request lives, no transfer drains, and no copy, fetch or store is under way."""
+        return not self._residents.by_id and not self._residents.transfers and not self._host.num_jobs
 
     @property
     def num_waiting(self) -> int:
-        return self._residents.num_waiting
+        """In the queue, or on the detour to storage."""
+        return self._residents.num_waiting + self._residents.num_fetching
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -384,7 +428,11 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._residents.by_id) - self._residents.num_waiting
+        return len(self._residents.by_id) - self.num_waiting
+
+    @property
+    def has_free_slot(self) -> bool:
+        return self._residents.has_free_slot
 
     @property
     def num_held_blocks(self) -> int:
@@ -418,7 +466,9 @@ class Scheduler:
         """free + cached + held == total, every reference has its holder, every request is where its state says."""
         tables: list[Iterable[BlockId]] = [request.blocks for request in self._residents.by_id.values()]
         tables += [t.blocks for t in self._residents.transfers.values() if t.state is TransferState.DRAINING]
-        self._pool.check_integrity(tables)
+        self._pool.check_integrity([*tables, *self._host.device_holders()])
+        self._host.check_integrity(request.image for request in self._residents.by_id.values())
         for request in self._residents.by_id.values():
             assert (request.state in HOLDS_BLOCKS) == bool(request.blocks), f"{request.state.name} and its blocks"
+            assert (request.state in HOLDS_IMAGE) == bool(request.image), f"{request.state.name} and its image"
         self._residents.check_integrity()

@@ -1,13 +1,18 @@
 """The states of a request and of a transfer, as tables, and the record the scheduler keeps of each.
 
 A request. Fused it goes WAITING, PREFILLING, DECODING; for a peer's decode WAITING, PREFILLING, SENDING; with a peer's
-prefill WAITING, RECEIVING, DECODING. STOPPING is for who ends while a round or a lease still uses its blocks:
+prefill WAITING, RECEIVING, DECODING. FETCHING is a detour of the queue, RETRACTED and RESTORING are one of work.
+STOPPING is for who ends while a round or a lease still uses its blocks:
 
-    WAITING     ──admit──▶ PREFILLING    ──reserve──▶ RECEIVING  ──end──▶ FINISHED
-    PREFILLING  ──prefilled──▶ DECODING  ──sent_off──▶ SENDING   ──stop──▶ STOPPING  ──end──▶ FINISHED
+    WAITING     ──admit──▶ PREFILLING    ──reserve──▶ RECEIVING  ──fetch──▶ FETCHING  ──end──▶ FINISHED
+    FETCHING    ──fetched──▶ WAITING     ──end──▶ FINISHED
+    PREFILLING  ──prefilled──▶ DECODING  ──sent_off──▶ SENDING   ──retract──▶ RETRACTED
+    PREFILLING  ──stop──▶ STOPPING       ──end──▶ FINISHED
     RECEIVING   ──received──▶ DECODING   ──requeue──▶ WAITING    ──end──▶ FINISHED
-    DECODING    ──stop──▶ STOPPING       ──end──▶ FINISHED
+    DECODING    ──retract──▶ RETRACTED   ──stop──▶ STOPPING      ──end──▶ FINISHED
     SENDING     ──stop──▶ STOPPING       ──end──▶ FINISHED
+    RETRACTED   ──restore──▶ RESTORING   ──end──▶ FINISHED
+    RESTORING   ──resume_prefill──▶ PREFILLING  ──resume_decode──▶ DECODING  ──end──▶ FINISHED
     STOPPING    ──end──▶ FINISHED
 
 A transfer:
@@ -27,10 +32,13 @@ from pdserve.request import BlockHash, BlockId, RequestId, Route, TransferId
 
 class State(enum.Enum):
     WAITING = enum.auto()  # in the queue; holds nothing
+    FETCHING = enum.auto()  # its prefix is read from storage; holds no slot, no device block, no head of line
     PREFILLING = enum.auto()  # has its slot and blocks; some of its prompt is left
     RECEIVING = enum.auto()  # has its slot and blocks; a peer prefills
     DECODING = enum.auto()  # everything but the newest token is computed (the first decode included)
     SENDING = enum.auto()  # prefilled; a peer still reads its blocks
+    RETRACTED = enum.auto()  # its KV is an image in the host tier; holds no slot and no device block
+    RESTORING = enum.auto()  # has its slot and blocks again; the image is being copied into them
     STOPPING = enum.auto()  # ended for its caller; a round or a lease still uses its blocks
     FINISHED = enum.auto()  # holds nothing; forgotten
 
@@ -42,6 +50,12 @@ class Move(enum.Enum):
     SENT_OFF = enum.auto()
     RECEIVED = enum.auto()
     REQUEUE = enum.auto()
+    FETCH = enum.auto()
+    FETCHED = enum.auto()
+    RETRACT = enum.auto()
+    RESTORE = enum.auto()
+    RESUME_PREFILL = enum.auto()
+    RESUME_DECODE = enum.auto()
     STOP = enum.auto()
     END = enum.auto()
 
@@ -49,22 +63,35 @@ class Move(enum.Enum):
 TABLE: dict[tuple[State, Move], State] = {
     (State.WAITING, Move.ADMIT): State.PREFILLING,
     (State.WAITING, Move.RESERVE): State.RECEIVING,
+    (State.WAITING, Move.FETCH): State.FETCHING,
     (State.WAITING, Move.END): State.FINISHED,
+    (State.FETCHING, Move.FETCHED): State.WAITING,
+    (State.FETCHING, Move.END): State.FINISHED,
     (State.PREFILLING, Move.PREFILLED): State.DECODING,
     (State.PREFILLING, Move.SENT_OFF): State.SENDING,
+    (State.PREFILLING, Move.RETRACT): State.RETRACTED,
     (State.PREFILLING, Move.STOP): State.STOPPING,
     (State.PREFILLING, Move.END): State.FINISHED,
     (State.RECEIVING, Move.RECEIVED): State.DECODING,
     (State.RECEIVING, Move.REQUEUE): State.WAITING,
     (State.RECEIVING, Move.END): State.FINISHED,
+    (State.DECODING, Move.RETRACT): State.RETRACTED,
     (State.DECODING, Move.STOP): State.STOPPING,
     (State.DECODING, Move.END): State.FINISHED,
     (State.SENDING, Move.STOP): State.STOPPING,
     (State.SENDING, Move.END): State.FINISHED,
+    (State.RETRACTED, Move.RESTORE): State.RESTORING,
+    (State.RETRACTED, Move.END): State.FINISHED,
+    (State.RESTORING, Move.RESUME_PREFILL): State.PREFILLING,
+    (State.RESTORING, Move.RESUME_DECODE): State.DECODING,
+    (State.RESTORING, Move.END): State.FINISHED,
     (State.STOPPING, Move.END): State.FINISHED,
 }
 
-HOLDS_BLOCKS = frozenset({State.PREFILLING, State.RECEIVING, State.DECODING, State.SENDING, State.STOPPING})
+HOLDS_BLOCKS = frozenset(
+    {State.PREFILLING, State.RECEIVING, State.DECODING, State.SENDING, State.RESTORING, State.STOPPING}
+)
+HOLDS_IMAGE = frozenset({State.RETRACTED, State.RESTORING})
 
 
 def after(state: State, move: Move) -> State:
@@ -109,6 +136,11 @@ class Tracked:
     blocks: its block table. num_told_blocks: how many of them the runner knows;
     0 = it has not seen the request in its slot. num_published: full blocks already
     in the prefix cache. hashes: of its full blocks, as far as they were needed.
+
+    image: host blocks that hold its computed tokens while it is retracted. job_id: of the copy or fetch it waits for.
+    resumes_decoding: what it goes on with then. num_computed_at_restore: None if it never was restored.
+    num_holds: rounds in which the cadence kept its next chunk from running. is_looked_up: storage was asked for its
+    prefix.
     """
 
     request_id: RequestId
@@ -133,6 +165,12 @@ class Tracked:
     transfer_id: TransferId | None = None
     num_passed_over: int = 0
     has_lease: bool = False
+    image: list[BlockId] = field(default_factory=list)
+    job_id: int | None = None
+    resumes_decoding: bool = False
+    num_computed_at_restore: int | None = None
+    num_holds: int = 0
+    is_looked_up: bool = False
 
     @property
     def num_output_tokens(self) -> int:

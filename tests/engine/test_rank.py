@@ -137,7 +137,7 @@ def test_without_a_block_left_the_newest_answer_fails_and_names_the_knob(sockets
         outputs = loop.until_over("a", "b")
         assert tokens(outputs["a"]) == expected(prompts[0], 100)
         assert outputs["b"][-1].error_name == "NotReady"
-        assert "Raise --num-kv-blocks or lower --max-num-seqs" in outputs["b"][-1].error_message
+        assert "Raise --host-kv-gb or --num-kv-blocks, or lower --max-num-seqs" in outputs["b"][-1].error_message
         load, integrity = loop.load()
         assert (load.num_held_blocks, load.counters["capacity_failures"], integrity) == (0, 1, "")
 

@@ -6,8 +6,8 @@ import pytest
 
 from pdserve.errors import InvalidRequest, RequestIdInUse
 from pdserve.request import DECODE_ONLY, FUSED, PREFILL_ONLY, RequestId, Route
+from pdserve.scheduler.admission import MAX_MISSED, MAX_PASSED_OVER
 from pdserve.scheduler.plan import PlanOptions, Submission
-from pdserve.scheduler.planner import MAX_CANDIDATES, MAX_PASSED_OVER
 from tests.scheduler.world import World, world_of
 
 # ---------------------------------------------------------------- refusals
@@ -228,7 +228,7 @@ def test_a_starved_prompt_is_not_overtaken_even_by_those_who_need_no_tokens() ->
         world.round()
     world.submit("before", range(40, 53), 1, priority=-1)
     world.submit("peer", [1, 2, 3], 1, route=DECODE_ONLY)
-    assert world.scheduler.num_waiting < MAX_CANDIDATES, "the last of the queue is looked at"
+    assert world.scheduler.num_waiting < MAX_MISSED, "the last of the queue is looked at"
     plan = world.round()
     assert [row.request_id for row in plan.prefill] == ["before"]
     assert not plan.prefill[0].samples, "its chunk fills the round, so that big cannot even be tried"
@@ -239,15 +239,15 @@ def test_only_the_oldest_of_the_queue_are_looked_at() -> None:
     world = world_of(num_blocks=8, max_batch_size=2)
     world.submit("runs", range(13), 3)
     world.round()
-    for index in range(MAX_CANDIDATES):
+    for index in range(MAX_MISSED):
         world.submit(f"big{index}", range(40, 60), 12)
     world.submit("small", [1], 1)
     assert not world.plan().starts
-    assert world.scheduler.num_waiting == MAX_CANDIDATES + 1
+    assert world.scheduler.num_waiting == MAX_MISSED + 1
     world.abort("big3")
     world.run()
     assert [start.request_id for start in world.plan().starts] == ["small"]
-    assert world.scheduler.num_waiting_tokens == 20 * (MAX_CANDIDATES - 1)
+    assert world.scheduler.num_waiting_tokens == 20 * (MAX_MISSED - 1)
 
 
 def test_a_long_queue_is_served_to_its_end() -> None:

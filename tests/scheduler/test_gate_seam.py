@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.engine.gating import Gating
 from pdserve.request import DECODE_ONLY, FUSED, PREFILL_ONLY, RequestId, Route
+from pdserve.scheduler.gate import PrefillGate
 from pdserve.scheduler.plan import PrefillProbe, RoundPlan
 from tests.scheduler.world import World, world_of
 
@@ -97,11 +99,35 @@ def test_everything_ends_where_the_gate_opens_one_round_in_four() -> None:
     world.drain(pattern)
 
 
+def test_closed_a_mixed_round_gives_decodes_the_whole_budget() -> None:
+    """Open, four tokens are kept for the prompt that waits."""
+    world = world_of(enable_mixed_batch=True, max_batch_size=8, max_scheduled_tokens=8, num_blocks=64)
+    for index in range(7):
+        world.submit(f"r{index}", [index], 30)
+    world.rounds(3)
+    world.submit("waits", [9] * 9, 2)
+    assert [len(world.round(allow_prefill=allow).decode) for allow in (False, True)] == [7, 4]
+
+
+def test_events_of_peers_and_tiers_count_while_closed() -> None:
+    world = world_of(num_host_blocks=16, num_blocks=10, answer_headroom=30)
+    world.submit("image", [1] * 3, 28)
+    world.rounds(3)
+    world.submit("takes it", [2] * 12, 2)
+    world.submit("from a peer", [3] * 3, 2, route=DECODE_ONLY, priority=1)
+    while world.live:
+        world.round(allow_prefill=world.scheduler.counters.retractions == 0)
+        world.settle()
+    assert set(world.ended.values()) == {"finished"}
+
+
 # ---------------------------------------------------------------- the probe
 
 
 def test_an_idle_rank_wants_nothing() -> None:
-    assert world_of().scheduler.probe_prefill_gate() == PrefillProbe(wants_prefill=False, has_decode_work=False)
+    assert world_of().scheduler.probe_prefill_gate() == PrefillProbe(
+        wants_prefill=False, has_decode_work=False, vote=False
+    )
 
 
 @pytest.mark.parametrize(("route", "vote"), [(FUSED, True), (PREFILL_ONLY, False), (DECODE_ONLY, False)])
@@ -124,17 +150,17 @@ def test_the_probe_does_not_look_at_slots() -> None:
 def test_a_prompt_whose_last_chunk_is_planned_is_decode_work_and_waits_no_more() -> None:
     world = world_of()
     world.submit("a", range(20))
-    assert world.scheduler.probe_prefill_gate() == PrefillProbe(wants_prefill=True, has_decode_work=False)
+    assert world.scheduler.probe_prefill_gate() == PrefillProbe(wants_prefill=True, has_decode_work=False, vote=True)
     world.plan()
-    assert world.scheduler.probe_prefill_gate() == PrefillProbe(wants_prefill=True, has_decode_work=False)
+    assert world.scheduler.probe_prefill_gate() == PrefillProbe(wants_prefill=True, has_decode_work=False, vote=True)
     world.run()
     world.plan()
-    assert world.scheduler.probe_prefill_gate() == PrefillProbe(wants_prefill=False, has_decode_work=True)
+    assert world.scheduler.probe_prefill_gate() == PrefillProbe(wants_prefill=False, has_decode_work=True, vote=False)
     world.run()
-    assert world.scheduler.probe_prefill_gate() == PrefillProbe(wants_prefill=False, has_decode_work=True)
+    assert world.scheduler.probe_prefill_gate() == PrefillProbe(wants_prefill=False, has_decode_work=True, vote=False)
     world.plan()
     world.abort("a")
-    assert world.scheduler.probe_prefill_gate() == PrefillProbe(wants_prefill=False, has_decode_work=False)
+    assert world.scheduler.probe_prefill_gate() == PrefillProbe(wants_prefill=False, has_decode_work=False, vote=False)
 
 
 def test_a_request_stopped_in_its_last_chunk_is_neither_wanted_nor_decode_work() -> None:
@@ -142,14 +168,14 @@ def test_a_request_stopped_in_its_last_chunk_is_neither_wanted_nor_decode_work()
     world.submit("a", range(4))
     world.plan()
     world.abort("a")
-    assert world.scheduler.probe_prefill_gate() == PrefillProbe(wants_prefill=False, has_decode_work=False)
+    assert world.scheduler.probe_prefill_gate() == PrefillProbe(wants_prefill=False, has_decode_work=False, vote=False)
 
 
 def test_a_prompt_prefilled_for_a_peer_is_no_decode_work() -> None:
     world = world_of()
     world.submit("a", range(4), route=PREFILL_ONLY)
     world.plan()
-    assert world.scheduler.probe_prefill_gate() == PrefillProbe(wants_prefill=False, has_decode_work=False)
+    assert world.scheduler.probe_prefill_gate() == PrefillProbe(wants_prefill=False, has_decode_work=False, vote=False)
 
 
 def test_the_probe_changes_nothing() -> None:
@@ -218,3 +244,19 @@ def test_the_watermark_is_looked_at_again_for_each_prompt_of_a_round() -> None:
     assert [start.request_id for start in world.round().starts] == ["peers"], "a peer's prompt is not held"
     assert world.ended[RequestId("peers")] == "sent off"
     world.drain()
+
+
+# ---------------------------------------------------------------- permission
+
+
+def test_permission_is_used_only_with_a_wish_as_it_is_now() -> None:
+    """The group's vote is a round old: its prompt may have left, or another may have come."""
+    world = world_of()
+    gating = Gating(world.scheduler, PrefillGate(1, 4))
+    world.submit("voted", [1], 2)
+    gating.observe(world.plan(allow_prefill=False))
+    world.abort("voted")
+    assert not gating.options().allow_prefill
+    gating.observe(world.plan(allow_prefill=False))
+    world.submit("came since", [2], 2)
+    assert gating.options().allow_prefill

@@ -14,6 +14,7 @@ from pdserve.errors import InternalError
 from pdserve.scheduler import state as state_module
 from pdserve.scheduler.state import (
     HOLDS_BLOCKS,
+    HOLDS_IMAGE,
     TABLE,
     TRANSFER_TABLE,
     Move,
@@ -81,8 +82,15 @@ def test_every_state_can_be_reached_and_left_for_the_end() -> None:
     assert not [move for source, move in TABLE if source is State.FINISHED]
 
 
-def test_every_state_but_the_first_and_the_last_holds_blocks() -> None:
-    assert set(State) - {State.WAITING, State.FINISHED} == HOLDS_BLOCKS
+def test_every_state_but_those_of_the_queue_of_an_image_and_of_the_end_holds_blocks() -> None:
+    assert set(State) - {State.WAITING, State.FETCHING, State.RETRACTED, State.FINISHED} == HOLDS_BLOCKS
+
+
+def test_an_image_is_held_until_it_is_back_on_the_device() -> None:
+    assert {State.RETRACTED, State.RESTORING} == HOLDS_IMAGE
+    assert all(
+        source in HOLDS_IMAGE or move is Move.RETRACT for (source, move), to in TABLE.items() if to in HOLDS_IMAGE
+    )
 
 
 def test_a_transfer_is_given_up_only_through_draining() -> None:

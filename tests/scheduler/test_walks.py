@@ -1,199 +1,120 @@
-"""Random walks through everything that callers and peers can do, in any order and at any moment.
+"""Random walks through everything that callers, peers, tiers and policies can do, in any order and at any moment.
 
 The world checks each promise as it goes (see `world.py`): tokens against the direct computation, blocks that may not
-be given out yet, who may write where. After the walk all arrivals stop, peers do what they owe, and everything has to
-end within a stated number of rounds with nothing held. A walk is its seed: a failure repeats.
+be given out yet, who may write where. The walk checks what its policy promises (see `policy.py`). After it all arrivals
+stop, everybody does what they owe, and everything has to end within a stated number of rounds with nothing held.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
-from random import Random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 
 import pytest
 
-from pdserve.errors import InvalidRequest
-from pdserve.request import DECODE_ONLY, FUSED, PREFILL_ONLY, RequestId, TransferId
-from pdserve.scheduler.plan import Event, KvQuiet, KvReceived, LeaseReleased, LeaseRevoked, TransferFailed
-from tests.scheduler.world import World, build
+from pdserve.request import FUSED
+from pdserve.scheduler import state as states
+from pdserve.scheduler.state import TABLE, TRANSFER_TABLE, Move, State, TransferMove, TransferState
+from tests.scheduler.policy import POLICIES
+from tests.scheduler.walk import ROUTES, TIERS, Walk
 
-NUM_WALKS = 120
+CASES = list(itertools.product(ROUTES, POLICIES, TIERS))
+SEEDS = range(4)
+MORE_SEEDS = range(24)  # for what happens seldom: closed rounds above a tier, and a crowd, make prefills give way
 STEPS = 300
+SOAK_STEPS = 10_000
+
+Moves = Counter[tuple[State, Move] | tuple[TransferState, TransferMove]]
 
 
-class Walk:
-    """One scheduler, its callers and its peers. Each method is a thing that may happen, if it can happen now."""
+@contextmanager
+def counted_moves() -> Iterator[Moves]:
+    """Counts each move of a request or a transfer that is made meanwhile."""
+    moves: Moves = Counter()
+    after, after_transfer = states.after, states.after_transfer
 
-    def __init__(self, seed: int) -> None:
-        self.random = Random(seed)
-        self.seen: Counter[str] = Counter()
-        choice = self.random.choice
-        self.world = World(
-            build(
-                num_blocks=choice([6, 10, 16, 24]),
-                max_batch_size=choice([1, 2, 3, 5]),
-                max_scheduled_tokens=choice([8, 11, 16]),
-                enable_mixed_batch=choice([False, True]),
-                answer_headroom=choice([0, 0, 64]),
-                max_outstanding_transfers=choice([None, 1, 3]),
-                prefill_watermark=choice([None, 9, 5]),
-            )
-        )
-        self.routes = choice([[FUSED], [PREFILL_ONLY], [DECODE_ONLY], *[[FUSED, PREFILL_ONLY, DECODE_ONLY]] * 3])
-        self.num_submitted = 0
-        self.past_transfers = [TransferId(10_000)]
-        self.past_leases = [RequestId("nobody")]
+    def count(state: State, move: Move) -> State:
+        moves[state, move] += 1
+        return after(state, move)
 
-    def walk(self) -> None:
-        steps: dict[Callable[[], None], int] = {
-            self.submit: 6,
-            self.abort: 1,
-            self.plan: 8,
-            self.run: 8,
-            self.accept: 2,
-            self.receive: 3,
-            self.fail: 2,
-            self.write_late: 2,
-            self.quiet: 2,
-            self.release: 2,
-            self.revoke: 1,
-            self.stray: 1,
-        }
-        for step in self.random.choices(list(steps), list(steps.values()), k=STEPS):
-            step()
-            self.world.check()
-        self.world.drain()
-        self.seen.update(self.world.ended.values())
-        self.seen["reroutes"] += self.world.scheduler.counters.reroutes
-        self.seen["prefix hits"] += self.world.scheduler.counters.prefix_hit_tokens
+    def count_transfer(state: TransferState, move: TransferMove) -> TransferState:
+        moves[state, move] += 1
+        return after_transfer(state, move)
 
-    # ------------------------------------------------------------ callers
-
-    def submit(self) -> None:
-        route, length = self.random.choice(self.routes), self.random.randint(1, 30)
-        stop_token_ids = self.random.choice([frozenset(), frozenset({3, 4, 5})])
-        self.num_submitted += 1
-        try:
-            self.world.submit(
-                f"r{self.num_submitted}",
-                [self.random.randint(0, 2)] + [1] * (length - 1),
-                self.random.choice([1, 2, 5, 12]),
-                route=route,
-                min_new_tokens=self.random.randint(0, 2),
-                stop_token_ids=stop_token_ids,
-                reads_prefix_cache=self.random.random() < 0.8,
-                priority=self.random.choice([0, 0, 0, 1]),
-                peer_cached_tokens=4 * self.random.randint(0, (length - 1) // 4) if route == PREFILL_ONLY else 0,
-            )
-        except InvalidRequest:
-            self.seen["refused"] += 1
-
-    def abort(self) -> None:
-        """Somebody, now and then who has ended already."""
-        known = self.world.live or list(self.world.submissions)
-        if known:
-            self.world.abort(self.random.choice(known if self.random.random() < 0.8 else list(self.world.submissions)))
-
-    # ------------------------------------------------------------ rounds
-
-    def plan(self) -> None:
-        if self.world.outstanding is not None:
-            return
-        allow_prefill = self.random.random() < 0.7
-        plan = self.world.plan(allow_prefill)
-        if not (plan.rows or plan.reservations or plan.failed or plan.taken_back):
-            again = self.world.plan(allow_prefill)
-            is_busy = bool(again.rows or again.reservations or again.failed or again.taken_back)
-            assert not is_busy, "an idle round is followed by a busy one, though nothing happened"
-            self.seen["idle"] += 1
-
-    def run(self) -> None:
-        if self.world.outstanding is not None:
-            self.world.run()
-
-    # ------------------------------------------------------------ peers that compute for us
-
-    def a_transfer(self, *, wanted: bool | None = None) -> TransferId | None:
-        pulls = [i for i, pull in self.world.pulls.items() if wanted is None or pull.is_wanted == wanted]
-        if not pulls:
-            return None
-        self.past_transfers.append(self.random.choice(pulls))
-        return self.past_transfers[-1]
-
-    def accept(self) -> None:
-        if (transfer_id := self.a_transfer()) is not None:
-            self.world.accept(transfer_id)
-
-    def receive(self) -> None:
-        if (transfer_id := self.a_transfer()) is not None:
-            self.seen["received" if self.world.pulls[transfer_id].is_wanted else "received, unwanted"] += 1
-            self.world.receive(transfer_id)
-
-    def fail(self) -> None:
-        if (transfer_id := self.a_transfer()) is not None:
-            self.seen["failed transfers" if self.world.pulls[transfer_id].is_wanted else "failed, unwanted"] += 1
-            self.world.fail(transfer_id, after_first_token=self.random.random() < 0.5)
-
-    def write_late(self) -> None:
-        if (transfer_id := self.a_transfer()) is not None:
-            self.seen["late writes"] += 1
-            self.world.write_late(transfer_id)
-
-    def quiet(self) -> None:
-        if (transfer_id := self.a_transfer(wanted=False)) is not None:
-            self.seen["quiet"] += 1
-            self.world.quiet(transfer_id)
-
-    # ------------------------------------------------------------ peers that read from us
-
-    def a_lease(self) -> RequestId | None:
-        if not self.world.leases:
-            return None
-        self.past_leases.append(self.random.choice(list(self.world.leases)))
-        return self.past_leases[-1]
-
-    def release(self) -> None:
-        if (request_id := self.a_lease()) is not None:
-            lease = self.world.leases[request_id]
-            if lease.end_token == len(lease.prompt):
-                self.seen["released"] += 1
-                self.world.release(request_id)
-
-    def revoke(self) -> None:
-        if (request_id := self.a_lease()) is not None:
-            self.seen["revoked"] += 1
-            self.world.revoke(request_id)
-
-    # ------------------------------------------------------------ what should not come
-
-    def stray(self) -> None:
-        """A late, duplicate or unknown event."""
-        transfer_id, request_id = self.random.choice(self.past_transfers), self.random.choice(self.past_leases)
-        events: list[Event] = []
-        if transfer_id not in self.world.pulls:
-            events += [KvReceived(transfer_id, 1), TransferFailed(transfer_id, (1,)), KvQuiet(transfer_id)]
-        if request_id not in self.world.leases:
-            events += [LeaseReleased(request_id), LeaseRevoked(request_id)]
-        if events:
-            ignored = self.world.scheduler.counters.ignored_events
-            assert self.world.advance(self.random.choice(events)) == ()
-            assert self.world.scheduler.counters.ignored_events == ignored + 1
-            self.seen["stray"] += 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(states, "after", count)
+        patch.setattr(states, "after_transfer", count_transfer)
+        yield moves
 
 
-@pytest.mark.parametrize("seed", range(NUM_WALKS))
-def test_a_walk_keeps_every_promise_and_ends_with_nothing_held(seed: int) -> None:
-    Walk(seed).walk()
-
-
-def test_the_walks_see_everything_often() -> None:
+@cache
+def walked(shape: str, policy: str, tier: str) -> tuple[Counter[str], Moves]:
+    """What the walks of one case saw."""
     seen: Counter[str] = Counter()
-    for seed in range(NUM_WALKS // 6):
-        walk = Walk(seed)
-        walk.walk()
-        seen.update(walk.seen)
-    expected = {"finished", "sent off", "aborted", "failed", "refused", "idle", "stray", "prefix hits", "reroutes"}
+    with counted_moves() as moves:
+        is_seldom = policy == "closed" and tier != "none" and FUSED in ROUTES[shape]
+        for seed in MORE_SEEDS if is_seldom else SEEDS:
+            seen.update(Walk(seed, shape, policy, tier).walk(STEPS))
+    return seen, moves
+
+
+@pytest.mark.parametrize(("shape", "policy", "tier"), CASES)
+def test_a_walk_keeps_every_promise_and_ends_with_nothing_held(shape: str, policy: str, tier: str) -> None:
+    walked(shape, policy, tier)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("shape", "policy", "tier"), CASES)
+def test_a_long_walk_keeps_every_promise_and_ends_with_nothing_held(shape: str, policy: str, tier: str) -> None:
+    Walk(1, shape, policy, tier).walk(SOAK_STEPS)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("shape", ["prefill", "decode"])
+def test_routes_with_a_remote_side_plan_the_same_whatever_they_are_allowed(shape: str, tier: str) -> None:
+    for seed in SEEDS:
+        walks = [Walk(seed, shape, "none", tier, share_closed=share, keeps_routes=True) for share in (0.0, 0.5, 1.0)]
+        for walk in walks:
+            walk.walk(STEPS)
+        plans = [list(map(repr, walk.plans)) for walk in walks]  # by their text: an error is equal only to itself
+        assert not any(len(set(versions)) > 1 for versions in zip(*plans, strict=True))
+
+
+def test_the_walks_make_every_move_often() -> None:
+    moves: Moves = Counter()
+    for case in CASES:
+        moves.update(walked(*case)[1])
+    assert set(moves) == {*TABLE, *TRANSFER_TABLE}
+    assert not {move: count for move, count in moves.items() if count < 100}
+
+
+def test_the_walks_see_every_branch_and_a_crowded_pool_often() -> None:
+    seen: Counter[str] = Counter()
+    for case in CASES:
+        seen.update(walked(*case)[0])
+    assert seen["crowded steps"] > 0.1 * seen["steps"], seen
+    expected = {"finished", "sent off", "aborted", "failed", "refused", "idle", "stray", "prefix_hit_tokens"}
     expected |= {"received", "received, unwanted", "failed transfers", "failed, unwanted", "late writes", "quiet"}
-    expected |= {"released", "revoked"}
-    assert not [what for what in expected if seen[what] < 5], seen
+    expected |= {"released", "revoked", "reroutes", "retractions", "restores", "host_hit_tokens", "copies told late"}
+    expected |= {"write-backs", "fetched", "fetched late", "late fetches", "fetched blocks", "stores"}
+    expected |= {f"gate {branch}" for branch in BRANCHES}
+    expected |= {"gate reset by extend", "gate reset by idle", "gate counts"}
+    assert not {what: seen[what] for what in expected if seen[what] < 100}
+
+
+BRANCHES = [
+    "closed by the bound",
+    "ANY: any",
+    "ANY: closed",
+    "ANY and ALL: any",
+    "ANY and ALL: closed",
+    "ALL at 0: all",
+    "ALL at 0: idle",
+    "ALL at 0: closed",
+    "ALL: all",
+    "ALL: closed",
+    "between: closed",
+]

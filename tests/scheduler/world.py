@@ -1,8 +1,8 @@
-"""A whole world around a Scheduler: a slab that really holds tokens, a runner, peers that write it and read it.
+"""A whole world around a Scheduler: its tiers (see `tier_world.py`), a runner, peers that write and read its blocks.
 
-A cell of the slab holds the token whose KV would be there. A token of an answer is a function of what the runner reads
-through its block table, so that a wrong table, a block given out too early or a hit on another's prefix draws a wrong
-token; `answer_of` computes the right ones from the request alone.
+A token of an answer is a function of what the runner reads through its block table, so that a wrong table, a block
+given out too early, a copy out of order or a hit on another's prefix draws a wrong token; `answer_of` computes the
+right ones from the request alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.errors import NotReady
-from pdserve.request import BlockId, FinishReason, RequestId, Side, TransferId
+from pdserve.request import BlockHash, BlockId, FinishReason, RequestId, Side, TransferId
 from pdserve.scheduler.config import SchedulerConfig
 from pdserve.scheduler.plan import (
     AnswerEnded,
@@ -40,9 +40,9 @@ from pdserve.scheduler.plan import (
 )
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.scheduler.state import State
+from tests.scheduler.tier_world import GARBAGE, TierWorld
 
 VOCAB = 11
-GARBAGE = -7  # what a peer's late write leaves
 
 
 def build(**numbers: Any) -> Scheduler:
@@ -102,13 +102,12 @@ class Pull:
     is_accepted: bool = False
 
 
-class World:
+class World(TierWorld):
     """Drives one scheduler and checks every promise on the way. `ended` says how each request ended."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.config = scheduler.config
-        self.slab = [[GARBAGE] * self.config.block_size for _ in range(self.config.num_blocks)]
+    def __init__(self, scheduler: Scheduler, storage: dict[BlockHash, list[int]] | None = None) -> None:
+        super().__init__(scheduler, {} if storage is None else storage)
+        self.computed: dict[RequestId, int] = {}
         self.slots: dict[int, Slot] = {}
         self.submissions: dict[RequestId, Submission] = {}
         self.right: dict[RequestId, list[int]] = {}
@@ -150,8 +149,13 @@ class World:
         return [self.round() for _ in range(count)]
 
     def plan(self, allow_prefill: bool = True) -> RoundPlan:
+        self._forget_what_nobody_holds()
         plan = self.scheduler.plan(PlanOptions(allow_prefill))
         self._check_shape(plan)
+        for copy in plan.copies:
+            self._copy(copy)
+        self._begin_jobs(plan)
+        self._forget_what_nobody_holds()
         for start in plan.starts:
             self._start(start)
         for reservation in plan.reservations:
@@ -166,6 +170,9 @@ class World:
             self.slots[row.slot].table.extend(row.new_blocks)
             self._check_given(row.new_blocks, row.request_id)
         self.outstanding = plan if plan.batch_size else None
+        self.copied += [copy.copy_id for copy in plan.copies]
+        while self.is_prompt and self.copied:
+            self.tell_copied()
         return plan
 
     def _check_shape(self, plan: RoundPlan) -> None:
@@ -184,7 +191,8 @@ class World:
         assert list(start.forced_output) == self.answers[start.request_id], "the runner starts from another answer"
         is_received = submission.route.prefill is Side.REMOTE and start.request_id not in self.rerouted
         assert start.num_cached_tokens < len(prompt) + len(start.forced_output), "a hit covers the last known token"
-        num_computed = len(prompt) if is_received else start.num_cached_tokens
+        first_computed = len(prompt) if is_received else start.num_cached_tokens
+        num_computed = self.computed.setdefault(start.request_id, first_computed)
         self.slots[start.slot] = Slot(start.request_id, [*prompt, *start.forced_output], num_computed)
         if submission.route.decode is Side.REMOTE:
             first = submission.peer_cached_tokens
@@ -204,7 +212,7 @@ class World:
         assert (row.start, row.samples) == (slot.num_computed, row.end == len(slot.tokens))
         for position in range(row.start, row.end):
             self._write(slot.table, position, slot.tokens[position])
-        slot.num_computed = row.end
+        slot.num_computed = self.computed[row.request_id] = row.end
         if not row.samples:
             return []
         slot.tokens.append(next_token(self._read(slot.table, 0, row.end)))
@@ -213,7 +221,7 @@ class World:
     def _write(self, table: Sequence[BlockId], position: int, token: int) -> None:
         block = table[position // self.config.block_size]
         assert self.scheduler._pool._references[block] == 1, f"block {block} is written while others hold it"
-        assert block not in self._on_wire, f"block {block} is written while a peer may write it"
+        assert block not in self.on_wire, f"block {block} is written while a peer may write it"
         self.slab[block][position % self.config.block_size] = token
 
     def _read(self, table: Sequence[BlockId], start: int, end: int) -> list[int]:
@@ -223,7 +231,7 @@ class World:
     # ------------------------------------------------------------ peers that compute for us
 
     @property
-    def _on_wire(self) -> set[BlockId]:
+    def on_wire(self) -> set[BlockId]:
         return {block for pull in self.pulls.values() for block in pull.reservation.blocks}
 
     def _reserve(self, reservation: Reservation) -> None:
@@ -267,6 +275,7 @@ class World:
             return self.advance(TransferFailed(transfer_id))
         request_id = pull.reservation.request_id
         self.rerouted.add(request_id)
+        self.computed.pop(request_id, None)
         forced = (next_token(self.submissions[request_id].prompt),) if after_first_token else ()
         for token in forced:
             self._take_token(request_id, token)
@@ -362,7 +371,7 @@ class World:
     def _check_given(self, blocks: Iterable[BlockId], request_id: RequestId) -> None:
         """Blocks given out are on no wire, and if a peer reads them they are a shared prefix."""
         given = set(blocks)
-        assert not given & self._on_wire, f"{request_id} was given a destination that isn't quiet"
+        assert not given & self.on_wire, f"{request_id} was given a destination that isn't quiet"
         leased = {block for i, lease in self.leases.items() if i != request_id for block in lease.blocks}
         assert all(block in self.scheduler._pool._prefixes for block in given & leased), "a leased block is given out"
 
@@ -373,7 +382,8 @@ class World:
     # ------------------------------------------------------------ the end
 
     def settle(self) -> None:
-        """Peers do all they still have to do."""
+        """Peers and tiers do all they still have to do."""
+        self.settle_tiers()
         for transfer_id in list(self.pulls):
             if self.pulls[transfer_id].is_wanted:
                 self.receive(transfer_id)
@@ -386,7 +396,10 @@ class World:
                 self.release(request_id)
 
     def most_rounds(self) -> int:
-        """Rounds in which everything live is over: each round computes a block of a prompt, a token, or reserves."""
+        """Rounds in which everything live is over: each computes a block of a prompt, a token, reserves, or fetches.
+
+        A round that restores a retracted request may do nothing else; it is not counted.
+        """
         submissions = [self.submissions[request_id] for request_id in self.live]
         return sum(len(s.prompt) // self.config.block_size + s.max_new_tokens + 4 for s in submissions) + 2
 
@@ -396,15 +409,17 @@ class World:
         while not self.scheduler.is_idle:
             allow_prefill = allowed is None or next(allowed)
             assert rounds_left > 0, f"{self.live} wait forever"
-            rounds_left -= allow_prefill
+            num_restores = self.scheduler.counters.restores
             if self.outstanding is None:
                 self.plan(allow_prefill)
+            rounds_left -= allow_prefill and self.scheduler.counters.restores == num_restores
             if self.outstanding is not None:
                 self.run()
             self.settle()
             self.check()
         assert not self.live
         assert self.scheduler.num_held_blocks == 0
+        assert self.scheduler._host.pool.num_held == 0
 
 
 def world_of(**numbers: Any) -> World:
