@@ -8,6 +8,7 @@
 # make streams       64 streams at a time through P + D, over both transports: every answer, block and byte checked
 # make bench-rounds  the rank loop's time outside the model's forward
 # make bench-kv      KV pulled by NIXL beside a plain copy of the same bytes
+# make bench-scheduler  what a round of the scheduler costs, beside TokenSpeed's
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
@@ -34,6 +35,9 @@ soak: $(VENV)/.dev
 
 mutants: $(VENV)/.dev
 	@$(BIN)/python tests/scheduler/mutants.py
+
+bench-scheduler: $(VENV)/.dev
+	@$(BIN)/python -m pdserve.bench.scheduler_cost
 
 fmt: $(VENV)/.dev
 	@$(BIN)/ruff check --fix .

@@ -70,6 +70,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "safetensors": ("pdserve.model",),
     "gguf": ("pdserve.model.gguf_convert",),
     "huggingface_hub": ("pdserve.model.hub",),
+    "tokenspeed_scheduler": ("pdserve.bench.tokenspeed",),
     "zmq": ("pdserve.engine", "pdserve.transfer", *ROLES),
     "msgspec": ("pdserve.engine", "pdserve.transfer"),
     "pydantic": ("pdserve.config",),
