@@ -8,6 +8,7 @@
 # make streams       64 streams at a time through P + D, over both transports: every answer, block and byte checked
 # make bench-rounds  the rank loop's time outside the model's forward
 # make bench-kv      KV pulled by NIXL beside a plain copy of the same bytes
+# make bench-policies  the gate, retraction, the file tier and the cadence on a real node; ARGS="--only gate --json -"
 # make bench-scheduler  what a round of the scheduler costs, beside TokenSpeed's
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -35,6 +36,9 @@ soak: $(VENV)/.dev
 
 mutants: $(VENV)/.dev
 	@$(BIN)/python tests/scheduler/mutants.py
+
+bench-policies: $(VENV)/.node
+	@$(BIN)/python -m pdserve.bench.policies $(ARGS)
 
 bench-scheduler: $(VENV)/.dev
 	@$(BIN)/python -m pdserve.bench.scheduler_cost

@@ -133,11 +133,7 @@ def _scheduler_config(spec: RankSpec, config: ModelConfig, layout: KVLayout, ava
     wanted = spec.max_model_len or longest
     if wanted > longest:
         raise StartupError(f"--max-model-len {wanted} is beyond the model's {longest} positions: lower it")
-    num_host_blocks = spec.tiers.host_bytes // layout.block_bytes
-    if spec.tiers.host_bytes and not num_host_blocks:
-        raise StartupError(
-            f"--host-kv-gb holds no KV block of {layout.block_bytes / 2**20:.1f} MiB: raise it or leave it out"
-        )
+    num_host_blocks = _num_host_blocks(spec.tiers.host_bytes, layout, available)
     num_blocks = choose_num_blocks(
         layout,
         wanted=spec.num_kv_blocks,
@@ -163,6 +159,21 @@ def _scheduler_config(spec: RankSpec, config: ModelConfig, layout: KVLayout, ava
         num_host_blocks=num_host_blocks,
         has_storage=spec.tiers.directory is not None,
     )
+
+
+def _num_host_blocks(host_bytes: int, layout: KVLayout, available: int) -> int:
+    """Of the host tier; 0 without one. Raises StartupError for one that holds nothing, or more than there is."""
+    num_blocks = host_bytes // layout.block_bytes
+    if host_bytes and not num_blocks:
+        raise StartupError(
+            f"--host-kv-gb holds no KV block of {layout.block_bytes / 2**20:.1f} MiB: raise it or leave it out"
+        )
+    if host_bytes > available:
+        raise StartupError(
+            f"--host-kv-gb {host_bytes / 1e9:g} is more than the {max(available, 0) / 1e9:.1f} GB of memory that are "
+            "available beside the weights: lower it"
+        )
+    return num_blocks
 
 
 def _gate(policy: PolicySpec) -> PrefillGate | None:

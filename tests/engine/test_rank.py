@@ -2,85 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from pdserve.engine.messages import Abort, AskLoad, FromRank, LoadReport, Output, Outputs, Ready, Stop, Submit
-from pdserve.model.fake import expected_tokens
-from pdserve.request import FUSED, BlockId, FinishReason, RankLoad, RequestId, SamplingParams, TokenRequest
+from pdserve.engine.messages import Abort, AskLoad, LoadReport, Outputs
+from pdserve.request import BlockId, FinishReason, RequestId
 from pdserve.rpc.fake import EOS
-from pdserve.transfer.loopback import LoopbackNetwork
-from tests.engine.other_end import OtherEnd, other_end, wait_for
-from tests.roles.inside import BANNED, VOCAB_SIZE, Held, RankThread, Size
-from tests.roles.journal import Journal
-
-
-@dataclass
-class Loop:
-    """A loop in its thread, and the front by hand."""
-
-    front: OtherEnd
-    inside: RankThread
-    journal: Journal
-
-    def submit(self, name: str, prompt: list[int], max_new_tokens: int, **sampling: object) -> RequestId:
-        request_id = RequestId(name)
-        params = SamplingParams(max_new_tokens, **sampling)  # type: ignore[arg-type]
-        self.front.send(Submit(TokenRequest(request_id, tuple(prompt), params), FUSED))
-        return request_id
-
-    def until_over(self, *names: str) -> dict[str, list[Output]]:
-        """The outputs of these requests, up to the end of each."""
-        outputs: dict[str, list[Output]] = {name: [] for name in names}
-        waiting = set(names)
-        while waiting:
-            for output in self.front.hear(Outputs).outputs:
-                outputs[output.request_id].append(output)
-                if output.finish is not None or output.error_name:
-                    waiting.remove(output.request_id)
-        return outputs
-
-    def load(self, *, check_integrity: bool = True) -> tuple[RankLoad, str]:
-        self.front.send(AskLoad(1, check_integrity))
-        report = self.front.hear(LoadReport)
-        return report.load, report.integrity
-
-
-@contextmanager
-def running(sockets: Path, size: Size) -> Iterator[Loop]:
-    endpoint = f"ipc://{sockets}/loop"
-    with other_end(endpoint, FromRank) as front, closing(asyncio.new_event_loop()) as events:
-        journal = Journal(events)
-        inside = RankThread("rank", size, LoopbackNetwork(), journal, endpoint, "", has_transport=False)
-        inside.start()
-        front.hear(Ready)
-        try:
-            yield Loop(front, inside, journal)
-        finally:
-            inside.runner.release()
-            front.send(Stop())
-            inside.join()
+from tests.engine.loops import Loop, expected, running, tokens
+from tests.engine.other_end import wait_for
+from tests.roles.inside import Held, Size
 
 
 @pytest.fixture
 def loop(sockets: Path) -> Iterator[Loop]:
     with running(sockets, Size(num_blocks=16, num_slots=4, max_model_len=512)) as loop:
         yield loop
-
-
-def tokens(outputs: list[Output]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
-
-
-def expected(prompt: list[int], num_tokens: int) -> list[int]:
-    return expected_tokens(prompt, num_tokens, VOCAB_SIZE, BANNED)
 
 
 def test_an_answer_comes_token_by_token_and_ends_once(loop: Loop) -> None:

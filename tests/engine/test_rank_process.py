@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from pdserve.engine import rank_process
-from pdserve.engine.launch import RankSpec, TransportSpec
+from pdserve.engine.launch import RankSpec, TierSpec, TransportSpec
 from pdserve.engine.messages import FromRank, FromTransport, Loading, Ready, StartFailed, Stop
 from pdserve.errors import StartupError
 from pdserve.kv.storage import KVStorage
@@ -155,6 +155,11 @@ def test_a_pool_smaller_than_the_context_shortens_it(
 FAILURES = {
     "a context beyond the model's": ({"max_model_len": 513}, "--max-model-len 513 is beyond the model's 512 positions"),
     "more blocks than memory": ({"num_kv_blocks": 1 << 40}, "--num-kv-blocks 1099511627776 needs"),
+    "a host tier of no block": ({"tiers": TierSpec(host_bytes=1)}, "--host-kv-gb holds no KV block of 0.0 MiB"),
+    "a host tier larger than memory": (
+        {"tiers": TierSpec(host_bytes=1 << 50)},
+        "--host-kv-gb 1.1259e+06 is more than the ",
+    ),
     "no such model": ({"model_directory": "/nowhere"}, "/nowhere"),
 }
 

@@ -1,4 +1,4 @@
-"""The inside of a rank without its process: the real loop and the real transport thread, a fake model, loopback."""
+"""The inside of a rank without its process: the real loop, its threads and its tiers, a fake model, loopback."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pdserve.engine.channel import RankChannel
 from pdserve.engine.messages import FromRank, FromTransport, Ready, ToRank, ToTransport
 from pdserve.engine.rank import RankLoop
+from pdserve.engine.rank_process import GATE_WATERMARK
+from pdserve.engine.tiers import HostTierLink, StorageLink
 from pdserve.engine.transport_thread import TransportThread
 from pdserve.kv.layout import LAYOUT_VERSION, Fingerprint, KVLayout
 from pdserve.kv.storage import KVStorage
@@ -16,7 +18,8 @@ from pdserve.model.fake import FakeRunner
 from pdserve.model.runner import RoundResult
 from pdserve.request import TokenRequest
 from pdserve.rpc.fake import EOS
-from pdserve.scheduler.config import SchedulerConfig
+from pdserve.scheduler.config import CadenceLimits, SchedulerConfig
+from pdserve.scheduler.gate import PrefillGate
 from pdserve.scheduler.plan import RoundPlan, SlotStart
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.transfer.base import Command, TransportEvent
@@ -30,6 +33,8 @@ CHUNK = 128
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=2, block_size=BLOCK_SIZE)
 
 Holds = Callable[[RoundPlan], bool]
+# The storage below a host slab, started.
+OpenStorage = Callable[[KVStorage], StorageLink]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,7 @@ class WatchedTransport:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a rank is given."""
+    """What a rank is given. gate: its intervals A and N, and after how many prefill rounds in a row it closes."""
 
     num_blocks: int = 64
     num_slots: int = 8
@@ -140,11 +145,14 @@ class Size:
     connect_timeout_s: float = 10.0
     max_outstanding_transfers: int | None = None
     model_revision: str = "r0"
+    num_host_blocks: int = 0
+    gate: tuple[int, int, int | None] | None = None
+    cadence: CadenceLimits | None = None
 
 
 @dataclass
 class RankThread:
-    """A rank's two threads. name: unique on the network, another one for each life of a node."""
+    """A rank's threads. name: unique on the network, another one for each life of a node."""
 
     name: str
     size: Size
@@ -153,8 +161,10 @@ class RankThread:
     loop_endpoint: str
     transport_endpoint: str
     has_transport: bool
+    open_storage: OpenStorage | None = None
     runner: HeldRunner = field(init=False)
     loop: RankLoop = field(init=False)
+    tiers: HostTierLink | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.storage = KVStorage(LAYOUT, self.size.num_blocks)
@@ -171,6 +181,10 @@ class RankThread:
                 max_model_len=self.size.max_model_len,
                 answer_headroom=self.size.answer_headroom,
                 max_outstanding_transfers=self.size.max_outstanding_transfers,
+                prefill_watermark=GATE_WATERMARK if self.size.gate else None,
+                cadence=self.size.cadence,
+                num_host_blocks=self.size.num_host_blocks,
+                has_storage=self.open_storage is not None,
             )
         )
         self._thread = threading.Thread(target=self._run, name=f"{self.name} loop", daemon=True)
@@ -186,7 +200,9 @@ class RankThread:
         front: RankChannel[ToRank, FromRank] = RankChannel(self.loop_endpoint, ToRank)
         transport = self._transport() if self.has_transport else None
         metadata = transport.start() if transport else b""
-        self.loop = RankLoop(self.scheduler, self.runner, front, (EOS,), transport)
+        self.tiers = self._tiers() if self.size.num_host_blocks else None
+        gate = PrefillGate(*self.size.gate) if self.size.gate else None
+        self.loop = RankLoop(self.scheduler, self.runner, front, (EOS,), transport, self.tiers, gate)
         front.send(
             Ready(
                 num_blocks=self.size.num_blocks,
@@ -201,9 +217,16 @@ class RankThread:
         try:
             self.loop.run()
         finally:
+            if self.tiers is not None:
+                self.tiers.close()
             if transport is not None:
                 transport.close(timeout_s=1.0)
             front.close()
+
+    def _tiers(self) -> HostTierLink:
+        host = KVStorage(LAYOUT, self.size.num_host_blocks)
+        host.slab.fill_(0x5A)
+        return HostTierLink(self.storage, host, self.open_storage(host) if self.open_storage else None)
 
     def _transport(self) -> TransportThread:
         def open_transport() -> WatchedTransport:
