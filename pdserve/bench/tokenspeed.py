@@ -45,11 +45,6 @@ class TokenSpeed:
     def is_idle(self) -> bool:
         return not self._num_left
 
-    @property
-    def longest_request(self) -> int:
-        """Tokens of prompt and answer that it admits at most."""
-        return int(self.scheduler.max_single_request_tokens())
-
     def submit(self, request_id: str, prompt: Sequence[int], max_new_tokens: int) -> None:
         """Raises ValueError for what can never fit."""
         spec = ts.RequestSpec()
