@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from pdserve.scheduler.gate import GateRow, PrefillGate, Window
+from pdserve.scheduler.gate import IDLE_ROW, GateRow, PrefillGate, Window
 from pdserve.scheduler.plan import PlanOptions, RoundPlan
 from pdserve.scheduler.scheduler import Scheduler
 
 
 class Gating:
-    """Asks before each round, tells after it. Without a gate every round may prefill and nothing is counted.
+    """Asks before each round, tells once it is planned. Without a gate every round may prefill, nothing is counted.
+
+    options ─▶ plan ─▶ row ─▶ gather the rows of the group ─▶ observe
 
     counters: windows by kind as `gate_windows_any|all|idle`, rounds that were closed while the rank wanted prefill as
     `gate_rounds_held`, votes as `gate_votes`, those of ranks without a free slot as `gate_votes_without_slot`, and the
@@ -21,6 +24,7 @@ class Gating:
         self._scheduler = scheduler
         self._gate = gate
         self._allowed = True
+        self.is_held = False  # the round asked for last is closed to a prefill that the rank wants
         self.counters: Counter[str] = Counter()
 
     def options(self) -> PlanOptions:
@@ -30,21 +34,26 @@ class Gating:
         wants = self._scheduler.probe_prefill_gate().wants_prefill
         window = self._gate.window
         self._allowed = wants and window is not Window.CLOSED
+        self.is_held = wants and not self._allowed
         if self._allowed:
             self.counters[f"gate_windows_{window.value}"] += 1
-        elif wants:
+        elif self.is_held:
             self.counters["gate_rounds_held"] += 1
         return PlanOptions(allow_prefill=self._allowed)
 
-    def observe(self, plan: RoundPlan) -> None:
-        """The round as it was planned decides, with those of the group's other ranks, about the next."""
+    def row(self, plan: RoundPlan) -> GateRow:
+        """This rank's part of the round as it was planned."""
         if self._gate is None:
-            return
+            return IDLE_ROW
         probe = self._scheduler.probe_prefill_gate()
         self.counters["gate_votes"] += probe.vote
         self.counters["gate_votes_without_slot"] += probe.vote and not self._scheduler.has_free_slot
-        row = GateRow(plan.num_tokens, plan.batch_size, plan.num_extends, probe.vote, probe.has_decode_work)
-        self._gate.observe([row])
+        return GateRow(plan.num_tokens, plan.batch_size, plan.num_extends, probe.vote, probe.has_decode_work)
+
+    def observe(self, rows: Sequence[GateRow]) -> None:
+        """The rows of all ranks of the group, in rank order, decide about the next round."""
+        if self._gate is not None:
+            self._gate.observe(rows)
 
     @property
     def holds_prefill(self) -> bool:

@@ -133,7 +133,7 @@ class RankLoop:
     def run_round(self) -> bool:
         """One round; False if it changed nothing, so that the next would be the same."""
         plan = self._scheduler.plan(self._gating.options())
-        self._gating.observe(plan)
+        self._gating.observe([self._gating.row(plan)])
         self._announce_plan(plan)
         copied = self._move_between_tiers(plan)
         if plan.batch_size:

@@ -7,8 +7,8 @@ cached    published, no reference           ─hold─────▶ held, ─a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from pdserve.request import BlockHash, BlockId
 from pdserve.scheduler.prefix_cache import PrefixCache
@@ -19,7 +19,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free: list[BlockId] = [BlockId(block) for block in reversed(range(num_blocks))]
+        self._free = cast(list[BlockId], list(reversed(range(num_blocks))))
         self._cached: dict[BlockId, None] = {}  # unheld, in order of their last release
         self._references = [0] * num_blocks
         self._generations = [0] * num_blocks
@@ -120,18 +120,21 @@ class BlockPool:
 
     def check_integrity(self, holders: Iterable[Iterable[BlockId]]) -> None:
         """Every reference is accounted for by `holders` (each a table of blocks), every block by one of the sets."""
-        expected = Counter(block for table in holders for block in table)
-        for block in range(self.num_blocks):
-            assert self._references[block] == expected[BlockId(block)], (
-                f"block {block} has {self._references[block]} references, {expected[BlockId(block)]} holders"
-            )
+        expected = [0] * self.num_blocks
+        for table in holders:
+            for block in table:
+                expected[block] += 1
+        wrong = () if expected == self._references else zip(self._references, expected, strict=True)
+        for index, (references, num_holders) in enumerate(wrong):
+            assert references == num_holders, f"block {index} has {references} references, {num_holders} holders"
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & cached, "a block is free and cached"
         held = {block for block, count in enumerate(self._references) if count}
         assert not held & (free | cached), "a held block can be given out"
         assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is in no set"
-        assert all(block in self._prefixes for block in cached), "a cached block holds no known prefix"
-        assert not any(block in self._prefixes for block in free), "a free block holds a known prefix"
+        published = self._prefixes.blocks
+        assert cached <= published, "a cached block holds no known prefix"
+        assert not free & published, "a free block holds a known prefix"
         assert set(self._unsaved) == cached - self._saved, "a cached block is lost to the tier below"
         self._prefixes.check_integrity()

@@ -55,6 +55,7 @@ class PrefillGate:
         self._rows: Sequence[GateRow] = (IDLE_ROW,)
         self._num_prefill_rounds = 0  # in a row
         self.rounds_since_prefill = 0
+        self.window = self._decide()  # what the next round may do, and why
 
     def observe(self, rows: Sequence[GateRow]) -> None:
         """What the round just planned is made of, in every rank, in rank order."""
@@ -63,14 +64,13 @@ class PrefillGate:
         self.rounds_since_prefill = 0 if has_prefill or is_idle else self.rounds_since_prefill + 1
         self._num_prefill_rounds = self._num_prefill_rounds + 1 if has_prefill else 0
         self._rows = rows
+        self.window = self._decide()
 
     @property
     def is_open(self) -> bool:
         return self.window is not Window.CLOSED
 
-    @property
-    def window(self) -> Window:
-        """What the next round may do, and why."""
+    def _decide(self) -> Window:
         if self._max_open_rounds is not None and self._num_prefill_rounds >= self._max_open_rounds:
             return Window.CLOSED
         rounds = self.rounds_since_prefill

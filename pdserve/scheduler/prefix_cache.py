@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from pdserve.request import BlockHash, BlockId
 
@@ -36,6 +36,11 @@ class PrefixCache:
 
     def __contains__(self, block: BlockId) -> bool:
         return block in self._hash_by_block
+
+    @property
+    def blocks(self) -> Set[BlockId]:
+        """All that hold a prefix."""
+        return self._hash_by_block.keys()
 
     def publish(self, block_hash: BlockHash, block: BlockId) -> None:
         """`block` now holds the prefix `block_hash`. The first block to say so stays the one that is found."""

@@ -33,7 +33,7 @@ class Rounds:
 
     def round(self) -> RoundPlan:
         plan = self.scheduler.plan(self.gating.options())
-        self.gating.observe(plan)
+        self.gating.observe([self.gating.row(plan)])
         if plan.batch_size:
             self.scheduler.advance([StepDone(plan.round_id, (1,) * len(plan.sampled_rows))])
         return plan

@@ -254,9 +254,9 @@ def test_permission_is_used_only_with_a_wish_as_it_is_now() -> None:
     world = world_of()
     gating = Gating(world.scheduler, PrefillGate(1, 4))
     world.submit("voted", [1], 2)
-    gating.observe(world.plan(allow_prefill=False))
+    gating.observe([gating.row(world.plan(allow_prefill=False))])
     world.abort("voted")
     assert not gating.options().allow_prefill
-    gating.observe(world.plan(allow_prefill=False))
+    gating.observe([gating.row(world.plan(allow_prefill=False))])
     world.submit("came since", [2], 2)
     assert gating.options().allow_prefill
