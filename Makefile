@@ -9,7 +9,11 @@
 # make bench-rounds  the rank loop's time outside the model's forward
 # make bench-kv      KV pulled by NIXL beside a plain copy of the same bytes
 # make bench-policies  the gate, retraction, the file tier and the cadence on a real node; ARGS="--only gate --json -"
+# make bench-interference  a stream beside a long prompt on real nodes, policy by policy; ARGS="--quick --png FILE"
+# make bench-fidelity  the simulator against real nodes under the same requests
+# make calibrate     measures this machine's costs and writes them to COSTS (smollm2-cpu.json)
 # make bench-scheduler  what a round of the scheduler costs, beside TokenSpeed's
+# make bench-simulator  how fast the simulator is: 100,000 requests on 64 ranks, and 1,000 ranks of prefill and decode
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
@@ -20,7 +24,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test soak mutants fmt clean streams bench-rounds bench-kv bench-policies bench-scheduler
+.PHONY: demo test soak mutants fmt clean streams bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity calibrate bench-simulator
 
 demo: $(VENV)/.node
 	@$(BIN)/pdserve demo
@@ -42,6 +46,19 @@ bench-policies: $(VENV)/.node
 
 bench-scheduler: $(VENV)/.dev
 	@$(BIN)/python -m pdserve.bench.scheduler_cost
+
+bench-simulator: $(VENV)/.node
+	@$(BIN)/python -m pdserve.bench.simulator_speed $(ARGS)
+
+bench-interference: $(VENV)/.node
+	@$(BIN)/pdserve bench interference $(ARGS)
+
+bench-fidelity: $(VENV)/.node
+	@$(BIN)/pdserve bench fidelity $(ARGS)
+
+COSTS ?= smollm2-cpu.json
+calibrate: $(VENV)/.node
+	@$(BIN)/pdserve simulate --calibrate $(COSTS) $(ARGS)
 
 fmt: $(VENV)/.dev
 	@$(BIN)/ruff check --fix .
@@ -75,10 +92,10 @@ $(VENV)/.torch: constraints.txt | $(VENV)/.made
 
 $(VENV)/.node: pyproject.toml $(VENV)/.torch
 	@echo "installing pdserve ..."
-	@$(PIP) -e ".[node]"
+	@$(PIP) -e ".[node,bench]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	@echo "installing pdserve and what its tests need ..."
-	@$(PIP) -e ".[node,dev]"
+	@$(PIP) -e ".[node,bench,dev]"
 	@touch $@ $(VENV)/.node

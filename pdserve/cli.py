@@ -31,6 +31,8 @@ COMMANDS = {
     "generate": Command("pdserve.commands.generate", "one answer from a running node"),
     "chat": Command("pdserve.commands.chat", "a conversation with a running node"),
     "pull": Command("pdserve.commands.pull", "fetch a model into the cache"),
+    "simulate": Command("pdserve.commands.simulate", "what a policy or a topology would do, before there are machines"),
+    "bench": Command("pdserve.commands.bench", "what real nodes do on this machine, beside the simulator"),
     "doctor": Command("pdserve.doctor", "what works on this machine, and what doesn't and why"),
     "demo": Command("pdserve.demo", "the whole thing in one minute: prefill + decode nodes beside one fused node"),
 }

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
@@ -24,6 +24,8 @@ from pdserve.errors import PdserveError, StartupError
 POLL_S = 0.2
 # Asks the kernel for SIGTERM when its parent dies, however it dies (prctl, PR_SET_PDEATHSIG), and becomes the node.
 ENDS_WITH_US = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, sys.argv[1:])"
+# Before that, in the same child: it and all its children stay on these cores.
+STAYS_ON = "import os; os.sched_setaffinity(0, {cores}); "
 # What a node gets beyond its drain, first to end in order and then to end at once.
 ENDING_S = 15.0
 
@@ -32,16 +34,22 @@ class NodeProcess:
     """One node in a process (group) of its own, so that a Ctrl-C reaches it only through us."""
 
     def __init__(
-        self, args: ServerArgs, log: IO[bytes] | None = None, environment: Mapping[str, str] | None = None
+        self,
+        args: ServerArgs,
+        log: IO[bytes] | None = None,
+        environment: Mapping[str, str] | None = None,
+        cores: Collection[int] = (),
     ) -> None:
         """args: settings with a port of their own. log: where its output goes; None = where ours goes.
 
-        environment: what it gets beside our variables, such as UCX_TLS.
+        environment: what it gets beside our variables, such as UCX_TLS. cores: the only ones it runs on, all where
+        none is named; they must be ours.
         """
         self.args = args
         node = [sys.executable, "-m", MODULES[args.role], *args.command_line()]
+        prelude = STAYS_ON.format(cores=set(cores)) if cores else ""
         self._process = subprocess.Popen(
-            [sys.executable, "-c", ENDS_WITH_US, *node],
+            [sys.executable, "-c", prelude + ENDS_WITH_US, *node],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -19,6 +19,8 @@ OURS = ("pdserve", *ROLES)
 WORDS = ("pdserve.errors", "pdserve.request")
 BELOW_ENGINE = (*WORDS, "pdserve.config", "pdserve.kv")
 NODE = (*BELOW_ENGINE, "pdserve.scheduler", "pdserve.model", "pdserve.transfer", "pdserve.telemetry")
+# The storage thread says how long a read is waited for.
+SIM = (*WORDS, "pdserve.scheduler", "pdserve.engine.gating", "pdserve.engine.storage_thread")
 COMMAND = ("pdserve",)
 IMPORTS: dict[str, tuple[str, ...]] = {
     "pdserve.errors": (),
@@ -40,6 +42,9 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         *(f"pdserve.rpc.{part}" for part in ("codec", "channel", "limits", "metadata")),
     ),
     "pdserve.v1": (),
+    "pdserve.sim": SIM,
+    # The command reads files of deployments, which the node's own rules judge.
+    **dict.fromkeys(("pdserve.sim.deployment", "pdserve.sim.cost_files"), (*SIM, "pdserve.sim", "pdserve.config")),
     "pdserve.bench": COMMAND,
     # What the three roles' programs share.
     "pdserve.node": (*NODE, "pdserve.engine", "pdserve.rpc", "pdserve.v1"),
@@ -71,6 +76,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "gguf": ("pdserve.model.gguf_convert",),
     "huggingface_hub": ("pdserve.model.hub",),
     "tokenspeed_scheduler": ("pdserve.bench.tokenspeed",),
+    "matplotlib": ("pdserve.sim.drawing", "pdserve.bench"),
     "zmq": ("pdserve.engine", "pdserve.transfer", *ROLES),
     "msgspec": ("pdserve.engine", "pdserve.transfer"),
     "pydantic": ("pdserve.config",),
@@ -89,7 +95,8 @@ ROLE_IDENTIFIER = re.compile(r"role|is_prefill\w*|is_decode\w*|is_fused|disagg\w
 KNOWS_ROLES = (
     *("pdserve.config", "pdserve.cli", "pdserve.commands", "pdserve.startup", "pdserve.node_process", "pdserve.demo"),
     "pdserve.node",  # names the node in logs and to its peers
-    "pdserve.bench.streams",  # starts nodes
+    *("pdserve.bench.streams", "pdserve.bench.deployed"),  # start nodes
+    "pdserve.sim.deployment",  # settings of nodes of each kind
     *ROLES,
 )
 CHAT_ROLES = {"pdserve.client.wire", "pdserve.rpc.codec"}  # the author of a chat message is its `role`, everywhere
@@ -137,6 +144,8 @@ def _statements(tree: ast.AST) -> Iterator[ast.AST]:
     """Everything that runs when the module is imported."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             continue
         yield node
         yield from _statements(node)
@@ -221,6 +230,7 @@ def test_every_module_keeps_the_rule(rule) -> None:
         (misplaced_libraries, "pdserve.engine.front", "from pdserve.v1 import inference_pb2"),
         (misplaced_libraries, "pdserve.model.tokenizer", "import transformers.models"),
         (misplaced_libraries, "pdserve.client.types", "import msgspec"),
+        (misplaced_libraries, "pdserve.sim.timeline", "def f():\n    from matplotlib.figure import Figure"),
         (impurities, "pdserve.scheduler.scheduler", "import numpy"),
         (impurities, "pdserve.scheduler.scheduler", "from time import monotonic"),
         (impurities, "pdserve.scheduler.scheduler", "open('trace')"),
@@ -259,6 +269,14 @@ def libraries_at_import(start: str) -> set[str]:
 def test_the_sdk_and_its_commands_import_only_grpc_and_protobuf(module: str) -> None:
     assert module in modules()
     assert libraries_at_import(module) <= LIGHT_LIBRARIES
+
+
+def test_nothing_imports_matplotlib_before_it_draws() -> None:
+    assert [name for name in modules() if "matplotlib" in libraries_at_import(name)] == []
+
+
+def test_the_simulator_needs_only_the_standard_library() -> None:
+    assert libraries_at_import("pdserve.sim.simulation") == set()
 
 
 def test_what_a_module_brings_in_is_followed_through_ours() -> None:

@@ -97,6 +97,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def test_a_node_stays_on_its_cores(stub: Path) -> None:
+    core = max(os.sched_getaffinity(0))
+    node = node_process.NodeProcess(ServerArgs(model="works", port=1, drain_timeout_s=0.1), cores=[core])
+    wait_for(stub / "works.started")
+    assert os.sched_getaffinity(node.pid) == {core}
+    node.end()
+
+
 def test_when_one_node_dies_the_other_is_ended_and_the_dead_one_named(
     stub: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

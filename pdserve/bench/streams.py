@@ -15,7 +15,7 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -174,15 +174,20 @@ class Bench:
 
 
 @contextlib.contextmanager
-def running(settings: Sequence[ServerArgs], environment: Mapping[str, str]) -> Iterator[list[NodeProcess]]:
-    """Nodes that serve, ended however the block is left. What they logged is shown if it is left by an error."""
+def running(
+    settings: Sequence[ServerArgs], environment: Mapping[str, str], cores: Sequence[Collection[int]] = ()
+) -> Iterator[list[NodeProcess]]:
+    """Nodes that serve, ended however the block is left. What they logged is shown if it is left by an error.
+
+    cores: those that each node may run on; all where none are named.
+    """
     with TemporaryDirectory() as folder, contextlib.ExitStack() as ending:
         logs = [Path(folder) / f"{args.role}.log" for args in settings]
         try:
             nodes = []
-            for args, log in zip(settings, logs, strict=True):
+            for args, log, allowed in zip(settings, logs, cores or [()] * len(logs), strict=True):
                 with log.open("wb") as file:
-                    nodes.append(NodeProcess(args, file, environment))
+                    nodes.append(NodeProcess(args, file, environment, allowed))
                 ending.callback(nodes[-1].end)
             wait_until_ready(nodes, lambda node: None)
             yield nodes

@@ -1,0 +1,55 @@
+"""The cost model's parts from the coefficients that were fitted."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from pdserve.bench.calibration.fit import Observation, fit
+from pdserve.bench.calibration.plan import CURVE, decode_parts
+from pdserve.bench.listening import Heard
+from pdserve.sim.costs import HandoffCosts, RankCosts
+
+# A copy that is faster than can be told.
+LEAST_BYTE_S = 1e-12
+MAD_TO_DEVIATION = 1.4826
+
+
+def rank_costs(coefficients: Mapping[str, float]) -> RankCosts:
+    """Those of the coefficients that are a rank's; the curve's points are also told as a line."""
+    curve = sorted((int(name.removeprefix(CURVE)), value) for name, value in coefficients.items() if CURVE in name)
+    line = fit([Observation("", seconds, {"fixed": 1.0, "row": float(rows)}) for rows, seconds in curve])
+    return RankCosts(
+        prefill_fixed_s=coefficients["prefill_fixed_s"],
+        prefill_token_s=coefficients["prefill_token_s"],
+        prefill_token_context_s=coefficients["prefill_token_context_s"],
+        decode_fixed_s=line["fixed"],
+        decode_row_s=line["row"],
+        decode_context_s=coefficients["decode_context_s"],
+        decode_curve=tuple(curve),
+    )
+
+
+def handoff_costs(
+    handoffs: Sequence[Heard], coefficients: Mapping[str, float], front_s: float, block_size: int, block_bytes: int
+) -> HandoffCosts:
+    """From the gaps between first and second tokens: a READ's own time and bytes, two messages, and a decode round.
+
+    front_s: of a fused node; what the way to a first token takes beyond that is two messages.
+    """
+    seen = []
+    for heard in handoffs:
+        decode = Observation("", 1.0, decode_parts(1, heard.number + 1))
+        num_bytes = -(-heard.number // block_size) * block_bytes
+        gap_s = max(heard.gaps_s[0] - decode.predicted_s(coefficients), 1e-6)
+        seen.append(Observation(f"handoff of {heard.number}", gap_s, {"way_s": 1.0, "byte_s": float(num_bytes)}))
+    found = fit(seen)
+    latency_s = min(max(0.0, (coefficients["front_s"] - front_s) / 2), found["way_s"] / 2)
+    return HandoffCosts(latency_s, found["way_s"] - 2 * latency_s, 1 / max(found["byte_s"], LEAST_BYTE_S))
+
+
+def noise_of(batches_s: Sequence[Sequence[float]]) -> float:
+    """Deviation of the logarithm of a round's time from its batch's median, strays left out."""
+    away = [abs(math.log(gap_s / statistics.median(gaps_s))) for gaps_s in batches_s for gap_s in gaps_s if gap_s > 0]
+    return MAD_TO_DEVIATION * statistics.median(away)

@@ -1,0 +1,72 @@
+"""`pdserve simulate poisson|closed`: made-up traffic, of callers who come by chance or of users who wait."""
+
+from __future__ import annotations
+
+import argparse
+
+from pdserve.commands.simulate.flags import Asked, read_flags, simulate_parser
+from pdserve.commands.simulate.output import run_and_tell
+from pdserve.config import flags
+from pdserve.sim.arrivals import ClosedLoop, OpenLoop, Shape
+from pdserve.sim.lengths import FORMS, parse_lengths
+
+PROMPT, OUTPUT = "lognormal:512:1.0:4096", "lognormal:128:0.7:1024"
+NUM_REQUESTS = 1000
+# Half of what two cores do with the small model.
+RATE = 0.2
+
+
+def poisson(argv: list[str]) -> int:
+    """An open loop; 1 where requests failed."""
+    parser = simulate_parser(
+        "poisson",
+        "Requests by chance, so many a second whatever the answers take.",
+        "pdserve simulate poisson --rate 0.3 --prompt-tokens lognormal:512:1.0:4096 --decode-interleave-every 8",
+    )
+    group = _add_shape_flags(parser)
+    group.add_argument("--rate", type=float, metavar="X", help=f"requests a second (default: {RATE})")
+    group.add_argument(
+        "--burstiness",
+        type=float,
+        metavar="X",
+        help="shape of the gaps' gamma distribution: 1 = Poisson (default), less = bursts",
+    )
+    asked = read_flags(argv, parser)
+    own = vars(asked.own)
+    rate, burstiness = own.get("rate", RATE), own.get("burstiness", 1.0)
+    workload = OpenLoop(rate, own.get("requests", NUM_REQUESTS), _shape(asked), burstiness, asked.seed)
+    bursts = "" if burstiness == 1 else f", burstiness {burstiness:g}"
+    return run_and_tell(asked, workload, f"{workload.num_requests:,} requests, {rate:g} a second{bursts}")
+
+
+def closed(argv: list[str]) -> int:
+    """A closed loop; 1 where requests failed."""
+    parser = simulate_parser(
+        "closed",
+        "Users who ask, read, think and ask again.",
+        "pdserve simulate closed --users 16 --think-s 5 --requests 500",
+    )
+    group = _add_shape_flags(parser)
+    group.add_argument("--users", type=int, metavar="N", help="how many (default: 8)")
+    group.add_argument("--think-s", type=float, metavar="S", help="mean of the pause before each question (default: 0)")
+    asked = read_flags(argv, parser)
+    own = vars(asked.own)
+    users, num_requests, think_s = own.get("users", 8), own.get("requests", NUM_REQUESTS), own.get("think_s", 0.0)
+    workload = ClosedLoop(users, num_requests, _shape(asked), think_s, asked.seed)
+    return run_and_tell(asked, workload, f"{num_requests:,} requests of {users:,} users, thinking {think_s:g} s")
+
+
+def _add_shape_flags(parser: flags.FlagParser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("Traffic", f"lengths: {FORMS}")
+    group.add_argument("--requests", type=int, metavar="N", help=f"how many in all (default: {NUM_REQUESTS})")
+    group.add_argument("--prompt-tokens", metavar="LENGTH", help=f"(default: {PROMPT})")
+    group.add_argument("--output-tokens", metavar="LENGTH", help=f"(default: {OUTPUT})")
+    return group
+
+
+def _shape(asked: Asked) -> Shape:
+    own = vars(asked.own)
+    return Shape(
+        parse_lengths(own.get("prompt_tokens", PROMPT), "--prompt-tokens"),
+        parse_lengths(own.get("output_tokens", OUTPUT), "--output-tokens"),
+    )
