@@ -18,10 +18,19 @@ from dataclasses import dataclass
 
 import grpc
 
-from decode_node.peers import Peer
+from decode_node.patience import Patience
+from decode_node.peer import Peer
 from pdserve.engine.front import Inbox, Rank
-from pdserve.engine.messages import ConfirmPull, PullBroken, PullChunk, PullCommitted, PullFinished, Reserved
-from pdserve.errors import PeerError, ProtocolError, TransferFailed
+from pdserve.engine.messages import (
+    ConfirmPull,
+    PullAdvanced,
+    PullBroken,
+    PullChunk,
+    PullCommitted,
+    PullFinished,
+    Reserved,
+)
+from pdserve.errors import PeerBusy, PeerError, PeerReplaced, ProtocolError, TransferFailed
 from pdserve.kv.layout import Fingerprint
 from pdserve.request import LeaseId, TokenRequest, TransferId
 from pdserve.rpc.handoff import (
@@ -38,12 +47,18 @@ from pdserve.rpc.handoff import (
     Start,
     ToDecode,
 )
-from pdserve.rpc.handoff_codec import decode_to_decode, encode_to_prefill
+from pdserve.rpc.handoff_codec import decode_load, decode_to_decode, encode_to_prefill
+from pdserve.rpc.metadata import ERROR_KEY
 from pdserve.v1 import handoff_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-Said = ToDecode | PullFinished | PullBroken | PullCommitted | PeerError
+FromPull = PullAdvanced | PullFinished | PullBroken | PullCommitted
+Said = ToDecode | FromPull | PeerError
+RENEWALS_A_LEASE = 6
+# A prefill node says something every 2 s for as long as its rank shows life. Four of these: a node that is stopped, or
+# cut off without the connection's end, is left long before the no-progress deadline of a prompt that just takes long.
+SILENCE_S = 8.0
 # A peer's prompt is computed by one rank, whose blocks are read by one of ours.
 NUM_RANKS = 1
 
@@ -65,11 +80,12 @@ class Handoff:
         assert peer.description is not None
         self._peer = peer
         self._peer_id = peer.id
-        self._renew_s = peer.description.lease_s / 6
+        self._lease_s = peer.description.lease_s
         self._rank = rank
         self._transfer_id = transfer_id
         self._on_first_token = on_first_token
-        self._timeout_s = no_progress_timeout_s
+        self._write_timeout_s = min(no_progress_timeout_s, SILENCE_S)
+        self._patience = Patience(no_progress_timeout_s, SILENCE_S)
         self._vocab_size = vocab_size
         self._inbox: asyncio.Queue[Said] = asyncio.Queue()
         self._lease_id: LeaseId | None = None
@@ -79,7 +95,6 @@ class Handoff:
         self._is_release_sent = False
         self._is_confirmed = False
         self._is_committed = False
-        self._last_progress: object = None
 
     def put(self, message: Said) -> None:
         self._inbox.put_nowait(message)
@@ -98,7 +113,10 @@ class Handoff:
     async def _read(self, call: Call) -> None:
         try:
             async for message in call:
-                self.put(decode_to_decode(message))
+                self._peer.load = decode_load(message) or self._peer.load
+                said = decode_to_decode(message)
+                self._patience.on_word(said)
+                self.put(said)
             self.put(TransferFailed("the prefill node ended the stream"))
         except grpc.aio.AioRpcError as error:
             self.put(_peer_error(error))
@@ -107,10 +125,10 @@ class Handoff:
 
     async def _write(self, call: Call, message: pb.PrefillRequest) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._write_timeout_s):
                 await call.write(message)
         except TimeoutError:
-            raise TransferFailed(f"{self._peer.target} took no message for {self._timeout_s:g} s") from None
+            raise TransferFailed(f"{self._peer.target} took no message for {self._write_timeout_s:g} s") from None
         except grpc.aio.AioRpcError as error:
             raise _peer_error(error) from None
         except asyncio.InvalidStateError:
@@ -121,19 +139,17 @@ class Handoff:
 
     async def _follow(self, call: Call) -> None:
         """Until committed: handle what comes, renew in between, give up after too long without progress."""
-        give_up_at = time.monotonic() + self._timeout_s
-        renew_at = time.monotonic() + self._renew_s
+        renew_at = time.monotonic() + self._lease_s / RENEWALS_A_LEASE
         while not self._is_committed:
-            message = await self._next(min(renew_at, give_up_at))
+            message = await self._next(min(renew_at, self._patience.ends_s))
             if message is not None:
-                if self._is_progress(message):
-                    give_up_at = time.monotonic() + self._timeout_s
+                if isinstance(message, FromPull):
+                    self._patience.on_news()
                 await self._handle(call, message)
             if time.monotonic() >= renew_at:
-                await self._renew(call)
-                renew_at = time.monotonic() + self._renew_s
-            if time.monotonic() >= give_up_at and self._inbox.empty():
-                raise TransferFailed(f"no progress for {self._timeout_s:g} s at {self._peer.target}")
+                renew_at = time.monotonic() + await self._renew(call)
+            if self._inbox.empty() and (reason := self._patience.why_over()):
+                raise TransferFailed(f"{reason} at {self._peer.target}")
 
     async def _next(self, until_s: float) -> Said | None:
         """What comes next, None where nothing does in time; what is here already comes before the time is judged."""
@@ -143,21 +159,19 @@ class Handoff:
                 return await self._inbox.get()
         return None
 
-    def _is_progress(self, message: object) -> bool:
-        """News of any kind counts, a repeated Progress does not."""
-        if isinstance(message, Queued | Computing):
-            is_news = message != self._last_progress
-            self._last_progress = message
-            return is_news
-        return True
-
-    async def _renew(self, call: Call) -> None:
+    async def _renew(self, call: Call) -> float:
+        """Say that we still want the lease, if our rank lives to use it. Returns how long the next time is away."""
+        renew_s = self._lease_s / RENEWALS_A_LEASE
+        self._rank.ask_for_life()
+        if not self._rank.has_shown_life(self._lease_s / 3):
+            return renew_s / 4  # it may be at the end of a long forward
         if self._lease_id is not None and not self._is_release_sent:
             await self._write(call, encode_to_prefill(Renew(self._lease_id)))
+        return renew_s
 
     async def _handle(self, call: Call, message: Said) -> None:
         match message:
-            case Queued() | Computing():
+            case Queued() | Computing() | PullAdvanced():
                 pass
             case Accepted():
                 self._on_accepted(message)
@@ -190,7 +204,15 @@ class Handoff:
             raise ProtocolError(f"chunk {chunk.seq} of rank {chunk.rank} out of order")
         self._num_chunks += 1
         self._rank.tell_transport(
-            PullChunk(self._transfer_id, self._peer_id, chunk.seq, chunk.first_token, chunk.end_token, chunk.blocks)
+            PullChunk(
+                self._transfer_id,
+                self._peer_id,
+                chunk.seq,
+                chunk.first_token,
+                chunk.end_token,
+                chunk.blocks,
+                chunk.block_hashes,
+            )
         )
 
     def _on_first(self, first: FirstToken) -> None:
@@ -228,6 +250,11 @@ class Handoff:
 
 
 def _peer_error(error: grpc.aio.AioRpcError) -> PeerError:
+    """What the peer said went wrong, where it makes a difference here; a failed transfer otherwise."""
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return PeerBusy(str(error.details()))
+    if dict(error.trailing_metadata() or ()).get(ERROR_KEY) == PeerReplaced.__name__:
+        return PeerReplaced(str(error.details()))
     return TransferFailed(f"{error.code().name}: {error.details()}")
 
 
@@ -288,22 +315,26 @@ class Handoffs:
             num_cached_tokens=transfer.num_cached_tokens,
             fingerprint=self._fingerprint,
             time_left_s=time_left_s,
+            priority=request.priority,
         )
         return asyncio.create_task(self._run(handoff, start, peer, transfer, inbox))
 
     async def _run(self, handoff: Handoff, start: Start, peer: Peer, transfer: Reserved, inbox: Inbox) -> None:
         try:
             await handoff.run(start)
+            peer.succeeded()
         except PeerError as error:
-            log.warning("handoff of %s to %s failed: %s", transfer.request_id, peer.target, error.message)
-            peer.doubt()
+            # Told to people where its consequences are counted, which is rate limited.
+            log.debug("handoff of %s to %s failed: %s", transfer.request_id, peer.target, error.message)
+            if not isinstance(error, PeerBusy | PeerReplaced):
+                peer.doubt()
             inbox.put(HandoffFailed(transfer.transfer_id, error))
         except Exception as error:  # a fault of ours; the request ends with it rather than never
             inbox.put(error)
         finally:
             self._live.pop(transfer.transfer_id, None)
 
-    def on_transport(self, message: PullFinished | PullBroken | PullCommitted) -> None:
+    def on_transport(self, message: FromPull) -> None:
         """A message of the transport thread goes to the handoff of its transfer."""
         if isinstance(message, PullFinished):
             self.counters["kv_transfers_total"] += 1

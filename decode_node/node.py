@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from decode_node.generator import HandoffPolicy, RemotePrefillTokens
+from decode_node.answer import HandoffPolicy
+from decode_node.generator import RemotePrefillTokens
 from decode_node.handoff import Handoffs
 from decode_node.peers import PeerTable
+from decode_node.requirements import Requirements
 from pdserve import node
 from pdserve.config import ServerArgs
 from pdserve.node import Parts, Site
@@ -17,7 +19,8 @@ def run(args: ServerArgs) -> None:
 
 def build(site: Site) -> Parts:
     args, rank, fingerprint = site.args, site.rank, site.ready.fingerprint
-    peers = PeerTable(args.prefill_peers, fingerprint, rank, args.max_message_mib * 2**20)
+    required = Requirements(fingerprint, args.transfer_timeout_s, args.kv_checksum)
+    peers = PeerTable(args.prefill_peers, required, rank, args.max_message_mib * 2**20)
     handoffs = Handoffs(rank, fingerprint, site.incarnation, args.transfer_timeout_s)
     policy = HandoffPolicy(args.decode_fallback, args.remote_prefill_min_tokens)
     tokens = RemotePrefillTokens(rank, peers, handoffs, policy)

@@ -3,101 +3,92 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from random import uniform
 
-import grpc
-
+from decode_node import choice
+from decode_node.choice import Candidate, prefix_hashes
+from decode_node.health import PeerHealth
+from decode_node.peer import NEVER_CONNECTED, Peer, PeerState, make_peer
+from decode_node.peer_sources import PeerSources
+from decode_node.requirements import Requirements
 from pdserve.engine.front import Rank
 from pdserve.engine.messages import ConnectPeer, DropPeer, FromTransport, PeerConnected, PeerUnusable
-from pdserve.errors import PeerError, PeerMismatch, ProtocolError
-from pdserve.kv.layout import Fingerprint
-from pdserve.rpc.channel import channel_options
+from pdserve.errors import PeerError, PeerMismatch
 from pdserve.rpc.handoff import Description
-from pdserve.rpc.handoff_codec import decode_description
 from pdserve.transfer.base import PeerId
-from pdserve.v1 import handoff_pb2 as pb
-from pdserve.v1 import handoff_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-DESCRIBE_TIMEOUT_S = 5.0
-# How often a ready peer is asked whether it is still the same one.
+# How often a ready peer is asked whether it is still the same one, and what it has on its hands.
 CHECK_S = 5.0
-NEVER_CONNECTED = "not connected yet"
+# A peer that fails is left alone for this long, then for twice as long; a connection that comes back ends the wait.
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 5.0
+# So that a hundred decode nodes do not return to a peer at the same moment: each waits for this share or more.
+JITTER = 0.5
 
 
-class PeerState(enum.Enum):
-    UNREACHABLE = "no_peer"
-    MISMATCHED = "peer_mismatch"
-    READY = "ready"
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A prompt is a peer's to prefill. num_tokens: that it probably has to compute."""
 
-
-@dataclass(slots=True, eq=False)
-class Peer:
-    """One prefill node by address. description: of its present life, while READY. reason: why it is not."""
-
-    target: str
-    channel: grpc.aio.Channel
-    stub: handoff_pb2_grpc.HandoffAsyncStub
-    state: PeerState = PeerState.UNREACHABLE
-    reason: str = NEVER_CONNECTED
-    description: Description | None = None
-    outstanding_tokens: int = 0
-    suspect: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def id(self) -> PeerId:
-        """Of its rank 0, in this life."""
-        assert self.description is not None
-        return PeerId(f"{self.description.incarnation}/0")
-
-    @property
-    def is_ready(self) -> bool:
-        return self.state is PeerState.READY and self.description is not None
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        return 0 if self.description is None else self.description.max_prompt_tokens
-
-    def why_not(self, num_tokens: int) -> str:
-        """Why it was not chosen for a prompt this long."""
-        if self.is_ready:
-            return f"prompt has {num_tokens} tokens, its limit is {self.max_prompt_tokens}"
-        return self.reason
-
-    def doubt(self) -> None:
-        """A call to it failed: look at it again before it is chosen again."""
-        self.state, self.reason = PeerState.UNREACHABLE, "a call to it failed"
-        self.suspect.set()
+    peer: Peer
+    num_tokens: int
 
 
 class PeerTable:
-    """Belongs to the front's event loop; `watch` runs for as long as the node does."""
+    """Belongs to the front's event loop; `watch` runs for as long as the rank does."""
 
-    def __init__(self, targets: Iterable[str], mine: Fingerprint, rank: Rank, max_message_bytes: int) -> None:
+    def __init__(self, entries: Iterable[str], mine: Requirements, rank: Rank, max_message_bytes: int) -> None:
+        """entries: as given to --prefill-peers, checked."""
         self._mine = mine
         self._rank = rank
+        self._max_message_bytes = max_message_bytes
+        self._sources = PeerSources(entries)
         self._connecting: dict[PeerId, asyncio.Future[None]] = {}
         self._by_id: dict[PeerId, Peer] = {}
-        self.peers = [_peer(target, max_message_bytes) for target in targets]
+        self._by_target: dict[str, Peer] = {}
+        self._watchers: dict[Peer, asyncio.Task[None]] = {}
+        self._set_targets(self._sources.static)
 
     # ------------------------------------------------------------ choice
 
-    def choose(self, num_tokens: int) -> Peer | None:
-        """The ready peer with the least outstanding prefill tokens that takes a prompt this long; None if none does."""
-        ready = [peer for peer in self.peers if peer.is_ready and num_tokens <= peer.max_prompt_tokens]
-        if not ready:
+    @property
+    def peers(self) -> list[Peer]:
+        """Those that may be given prompts, now or when they are ready."""
+        return [peer for peer in self._by_target.values() if not peer.is_leaving]
+
+    def assign(self, prompt: Sequence[int], *, avoid: Peer | None = None) -> Assignment | None:
+        """The ready peer that is through with the prompt first, see `choice.choose`; None where none takes it.
+
+        avoid: it failed with this prompt just now. Pair with `unassign`.
+        """
+        num_tokens = len(prompt)
+        fit = [peer for peer in self.peers if peer.is_ready and num_tokens <= peer.max_prompt_tokens]
+        fit = [peer for peer in fit if peer is not avoid]
+        if not fit:
             return None
-        peer = min(ready, key=lambda peer: peer.outstanding_tokens)
-        peer.outstanding_tokens += num_tokens
-        return peer
+        hashes = prefix_hashes(prompt, self._mine.fingerprint.block_size)
+        known = [peer.prefixes.num_known(hashes) * self._mine.fingerprint.block_size for peer in fit]
+        number = choice.choose(
+            [
+                Candidate(peer.num_queued_tokens, num_known, peer.has_room(num_tokens))
+                for peer, num_known in zip(fit, known, strict=True)
+            ]
+        )
+        peer = fit[number]
+        peer.prefixes.remember(hashes)
+        assignment = Assignment(peer, num_tokens - known[number])
+        peer.num_outstanding_tokens += assignment.num_tokens
+        return assignment
+
+    def unassign(self, assignment: Assignment) -> None:
+        """Its prefill is done, or nobody waits for it."""
+        assignment.peer.num_outstanding_tokens -= assignment.num_tokens
 
     @property
     def num_ready(self) -> int:
@@ -106,79 +97,150 @@ class PeerTable:
 
     @property
     def num_outstanding_tokens(self) -> int:
-        """Prompt tokens that peers were given and have not drawn a first token from."""
-        return sum(peer.outstanding_tokens for peer in self.peers)
+        """Prompt tokens that peers are to compute and have not drawn a first token from."""
+        return sum(peer.num_outstanding_tokens for peer in self._by_target.values())
 
     def why_none(self, num_tokens: int) -> PeerError:
         """Why no peer can be had for a prompt this long."""
-        if not self.peers:
+        if not self._sources.names:
             return PeerError("no prefill node is configured: set --prefill-peers")
+        if not self.peers:
+            return PeerError(f"no prefill node is known: {self._sources.names} names none")
         said = "; ".join(f"{peer.target}: {peer.why_not(num_tokens)}" for peer in self.peers)
         if any(peer.state is PeerState.MISMATCHED for peer in self.peers):
             return PeerMismatch(f"no prefill node can be used: {said}")
         return PeerError(f"no prefill node can be reached: {said}")
 
-    # ------------------------------------------------------------ watching
+    async def look_again(self, peer: Peer, limit_s: float) -> None:
+        """Returns when the peer was asked who it is now, ready or not, or after limit_s seconds."""
+        peer.ask_again("it was started anew")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await peer.looked_at.wait()
+
+    # ------------------------------------------------------------ which there are
+
+    def _set_targets(self, targets: Sequence[str]) -> None:
+        """New ones are connected; removed ones get no new prompt, and are dropped when their handoffs have ended."""
+        for target in targets:
+            peer = self._by_target.get(target)
+            if peer is None:
+                self._by_target[target] = make_peer(target, self._max_message_bytes)
+            elif peer.is_leaving:
+                peer.is_leaving = False
+                log.info("prefill node %s is back in the list", target)
+        for target in self._by_target.keys() - set(targets):
+            if not self._by_target[target].is_leaving:
+                self._by_target[target].is_leaving = True
+                log.info("prefill node %s left the list: it finishes what it has", target)
 
     async def watch(self) -> None:
         """Keep every peer's state true, until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
-                for peer in self.peers:
-                    group.create_task(self._watch_peer(peer))
+                self._watch_new(group)
+                group.create_task(self._sources.watch(lambda targets: self._on_targets(group, targets)))
         finally:
-            for peer in self.peers:
+            for peer in self._by_target.values():
                 await peer.channel.close()
 
+    def _on_targets(self, group: asyncio.TaskGroup, targets: Sequence[str]) -> None:
+        self._set_targets(targets)
+        self._watch_new(group)
+
+    def _watch_new(self, group: asyncio.TaskGroup) -> None:
+        for peer in self._by_target.values():
+            if peer.is_leaving:
+                peer.news.set()  # wakes its watcher, which sees to its end
+            elif peer not in self._watchers:
+                self._watchers[peer] = group.create_task(self._watch_peer(peer))
+
     async def _watch_peer(self, peer: Peer) -> None:
-        backoff_s = FIRST_BACKOFF_S
-        while True:
-            peer.suspect.clear()
+        """Until it has left and is idle."""
+        while not (peer.is_leaving and await self._is_gone(peer)):
             try:
-                await self._make_ready(peer)
+                await self._follow(peer)
             except PeerError as error:
                 self._set_aside(peer, error)
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-            else:
-                backoff_s = FIRST_BACKOFF_S
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(CHECK_S):
-                        await peer.suspect.wait()
+                await asyncio.sleep(FIRST_BACKOFF_S * uniform(JITTER, 1))
+                backoff_s = _backoff_s(peer.num_failures)
+                await (asyncio.sleep(backoff_s) if peer.is_reachable else peer.until_reachable(backoff_s))
+                peer.num_failures += 1
+
+    async def _is_gone(self, peer: Peer) -> bool:
+        """False if it was named again before its last handoff had ended."""
+        await peer.is_idle.wait()
+        if not peer.is_leaving:
+            return False
+        self._end_life(peer)
+        del self._by_target[peer.target], self._watchers[peer]
+        await peer.channel.close()
+        log.info("prefill node %s is dropped", peer.target)
+        return True
+
+    # ------------------------------------------------------------ one peer
+
+    async def _follow(self, peer: Peer) -> None:
+        """Returns when it has left. Raises PeerError when it cannot be used, now or any longer."""
+        health = PeerHealth(peer.channel, peer.news)
+        deaf = asyncio.create_task(health.watch())
+        try:
+            while not deaf.done() and not peer.is_leaving:
+                peer.news.clear()
+                if peer.must_rest:
+                    peer.must_rest = False
+                    raise PeerError(f"{peer.num_failures} calls to it in a row failed")
+                if health.is_serving:
+                    await self._make_ready(peer)
+                elif health.is_serving is False:
+                    self._set_aside(peer, PeerError("it is not serving: it starts, drains, or has lost its rank"))
+                await self._wait_for_news(peer, deaf)
+            if deaf.done():
+                raise deaf.result()
+        finally:
+            deaf.cancel()
+
+    async def _wait_for_news(self, peer: Peer, deaf: asyncio.Task[PeerError]) -> None:
+        news = asyncio.create_task(peer.news.wait())
+        try:
+            done, _ = await asyncio.wait([deaf, news], timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
+        if not done and peer.is_ready:
+            peer.succeeded()
 
     async def _make_ready(self, peer: Peer) -> None:
-        description = await self._describe(peer, peer.description.incarnation if peer.description else "")
+        description = await peer.describe()
         # Looked at only now: the peer may have been lost while it was asked.
         if peer.description is not None and peer.description.incarnation != description.incarnation:
-            self._rank.tell_transport(DropPeer(peer.id))
-            peer.description = None
-        if differences := self._mine.differences(description.fingerprint):
+            self._end_life(peer)
+        if differences := self._mine.differences(description):
             raise PeerMismatch("; ".join(differences))
         if peer.description is None:
             await self._connect(peer, description)
             log.info("prefill node %s is ready (incarnation %s)", peer.target, description.incarnation)
         peer.state = PeerState.READY
-
-    async def _describe(self, peer: Peer, known_incarnation: str) -> Description:
-        request = pb.DescribeRequest(known_incarnation=known_incarnation)
-        try:
-            return decode_description(await peer.stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S))
-        except grpc.aio.AioRpcError as error:
-            raise PeerError(f"{error.code().name}: {error.details()}") from None
-        except ProtocolError as error:
-            raise PeerError(error.message) from None
+        peer.looked_at.set()
 
     async def _connect(self, peer: Peer, description: Description) -> None:
         """The transport learns the peer's memory and warms the pair; it answers in any case, it has a deadline."""
-        peer.description = description
-        self._by_id[peer.id] = peer
-        future = self._connecting[peer.id] = asyncio.get_running_loop().create_future()
-        self._rank.tell_transport(ConnectPeer(peer.id, description.rank_metadata[0]))
+        id = PeerId(f"{description.incarnation}/0")
+        if (other := self._by_id.get(id)) is not None:
+            raise PeerError(f"it is the node that is used as {other.target}")
+        peer.begin_life(description)
+        self._by_id[id] = peer
+        future = self._connecting[id] = asyncio.get_running_loop().create_future()
+        self._rank.tell_transport(ConnectPeer(id, description.rank_metadata[0]))
         try:
             await future
         except PeerError as error:
-            peer.description = None
             raise PeerError(f"its memory cannot be read: {error.message}") from None
+
+    def _end_life(self, peer: Peer) -> None:
+        if peer.description is not None:
+            self._by_id.pop(peer.id, None)
+            self._rank.tell_transport(DropPeer(peer.id))
+            peer.description = None
 
     def _set_aside(self, peer: Peer, error: PeerError) -> None:
         state = PeerState.MISMATCHED if isinstance(error, PeerMismatch) else PeerState.UNREACHABLE
@@ -187,6 +249,8 @@ class PeerTable:
             level = logging.INFO if peer.reason == NEVER_CONNECTED else logging.WARNING
             log.log(level, "prefill node %s is not usable: %s", peer.target, error.message)
         peer.state, peer.reason = state, error.message
+        peer.looked_at.set()
+        self._sources.look_again()
 
     # ------------------------------------------------------------ transport
 
@@ -194,27 +258,15 @@ class PeerTable:
         if isinstance(message, PeerConnected):
             _settle(self._connecting.pop(message.peer, None), None)
         elif isinstance(message, PeerUnusable):
-            _settle(self._connecting.pop(message.peer, None), PeerError(message.reason))
             peer = self._by_id.pop(message.peer, None)
             if peer is not None and peer.description is not None and peer.id == message.peer:
                 peer.description = None
                 peer.doubt()
+            _settle(self._connecting.pop(message.peer, None), PeerError(message.reason))
 
 
-def _peer(target: str, max_message_bytes: int) -> Peer:
-    # A handoff that was not confirmed is a new attempt of ours, never a retry of gRPC's.
-    # By itself a channel would leave a peer that was gone for long alone for up to two minutes more.
-    options = [
-        *channel_options(max_message_bytes),
-        ("grpc.enable_retries", 0),
-        ("grpc.initial_reconnect_backoff_ms", round(FIRST_BACKOFF_S * 1000)),
-        # Ours comes on top: together a peer that is back is noticed within MAX_BACKOFF_S + 1.
-        ("grpc.max_reconnect_backoff_ms", 1000),
-    ]
-    channel = grpc.aio.insecure_channel(target, options=options)
-    # The generated class serves both kinds of channel; its types know the blocking one.
-    stub = cast("handoff_pb2_grpc.HandoffAsyncStub", handoff_pb2_grpc.HandoffStub(cast(Any, channel)))
-    return Peer(target, channel, stub)
+def _backoff_s(num_failures: int) -> float:
+    return min(FIRST_BACKOFF_S * 2.0 ** min(num_failures, 10), MAX_BACKOFF_S) * uniform(JITTER, 1)
 
 
 def _settle(future: asyncio.Future[None] | None, error: Exception | None) -> None:

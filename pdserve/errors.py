@@ -11,6 +11,8 @@
     ├── the peer's fault
     │   └── PeerError             UNAVAILABLE
     │       ├── PeerMismatch      FAILED_PRECONDITION  two nodes that must not be paired
+    │       ├── PeerReplaced      FAILED_PRECONDITION  it was started anew since it was described
+    │       ├── PeerBusy          UNAVAILABLE          it has no room to let a prompt wait
     │       ├── ProtocolError     UNAVAILABLE          a message out of order, a bad range, a wrong id
     │       └── TransferFailed    UNAVAILABLE          KV that was never confirmed
     ├── ours
@@ -93,6 +95,16 @@ class PeerMismatch(PeerError):
     """Two nodes whose KV cannot be exchanged; the message names the field and both values."""
 
     status = "FAILED_PRECONDITION"
+
+
+class PeerReplaced(PeerError):
+    """The life of the peer that was meant is over; another description of it is to be had."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class PeerBusy(PeerError):
+    """The peer is well and takes no more prompts now."""
 
 
 class ProtocolError(PeerError):

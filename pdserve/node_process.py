@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve.client import Client
 from pdserve.config import MODULES, ServerArgs
 from pdserve.config.environment import without_settings
+from pdserve.config.peer_address import file_path
 from pdserve.errors import PdserveError, StartupError
 
 POLL_S = 0.2
@@ -92,7 +93,10 @@ class NodeProcess:
                 loads = client.loads()
             except PdserveError:  # it may end at any moment, which is seen and told elsewhere
                 return False
-        return sum(load.counters.get("num_ready_peers", 0) for load in loads) == len(self.args.prefill_peers)
+        known = sum(load.counters.get("num_peers", 0) for load in loads)
+        ready = sum(load.counters.get("num_ready_peers", 0) for load in loads)
+        # A name or a file stands for as many nodes as it tells of by now.
+        return ready == known and (known > 0 or any(file_path(peer) for peer in self.args.prefill_peers))
 
     def ask_to_stop(self) -> None:
         """SIGTERM: the first drains, a second ends at once."""

@@ -46,6 +46,8 @@ def describe(site: Site) -> Description:
         max_prompt_tokens=ready.max_model_len,
         num_slots=site.args.max_num_seqs,
         lease_s=site.args.kv_lease_s,
+        longest_chunk_s=ready.longest_chunk_s,
+        kv_checksum=site.args.kv_checksum,
     )
 
 

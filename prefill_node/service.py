@@ -26,13 +26,16 @@ from pdserve.engine.messages import (
 from pdserve.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    NotReady,
     PeerMismatch,
+    PeerReplaced,
     ProtocolError,
     TransferFailed,
     named,
 )
 from pdserve.request import PREFILL_ONLY, LeaseId, RequestId, TokenRequest
 from pdserve.rpc.handoff import (
+    MIN_CHUNKS,
     Accepted,
     ChunkReady,
     Computing,
@@ -47,11 +50,18 @@ from pdserve.rpc.handoff import (
     Start,
     ToDecode,
 )
-from pdserve.rpc.handoff_codec import decode_to_prefill, encode_description, encode_to_decode
+from pdserve.rpc.handoff_codec import (
+    check_protocol,
+    decode_to_prefill,
+    encode_description,
+    encode_load,
+    encode_to_decode,
+)
 from pdserve.v1 import handoff_pb2 as pb
 from pdserve.v1 import handoff_pb2_grpc
+from prefill_node.workload import Workload
 
-# How often D hears of a prompt that is queued or computing, when nothing else is said.
+# How often D hears of a prompt that is queued or computing, when nothing else is said. The protocol says 2 at most.
 PROGRESS_S = 1.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -77,6 +87,7 @@ class Handoff:
     first_token: FirstToken | None = None
     is_release_asked: bool = False
     is_over: bool = False
+    progress_due_s: float = field(default_factory=lambda: time.monotonic() + PROGRESS_S)
 
     @property
     def is_complete(self) -> bool:
@@ -91,26 +102,42 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
     rank: Rank
     description: Description
     _queue: dict[LeaseId, None] = field(default_factory=dict)  # not yet accepted, in order of arrival
+    _workload: Workload = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._workload = Workload(self.description.num_blocks, self.description.fingerprint.block_size)
 
     def on_transport(self, message: FromTransport) -> None:
         """A message of the transport thread goes to the stream of its lease."""
         if isinstance(message, LeaseOpened | ChunkAnnounced | LeaseAnswer | LeaseGone):
             self.rank.deliver(RequestId(message.lease_id), message)
 
+    @property
+    def _life_s(self) -> float:
+        """How long the loop may say nothing and still count as alive: a long forward is no standstill."""
+        return max(self.description.lease_s / 3, MIN_CHUNKS * self.description.longest_chunk_s)
+
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
+        check_protocol(request)
+        if self.rank.lost.is_set():
+            raise NotReady(f"{self.rank.lost_reason}: another one starts")
         if request.known_incarnation != self.description.incarnation:
             self.rank.tell_transport(ExpectPeer())
-        return encode_description(self.description)
+        answer = encode_description(self.description)
+        answer.load.CopyFrom(encode_load(self._workload.load))
+        return answer
 
     async def Prefill(
         self, requests: AsyncIterator[pb.PrefillRequest], context: Context
     ) -> AsyncGenerator[pb.PrefillResponse, None]:
         start = await self._receive_start(requests)
-        request = TokenRequest(self._id_of(start.request_key), start.prompt, start.sampling)
+        request = TokenRequest(self._id_of(start.request_key), start.prompt, start.sampling, start.priority)
+        self.rank.ask_for_life()  # before the prompt: the loop answers, and may then be in its forward for long
         inbox = self.rank.open(request, PREFILL_ONLY, start.num_cached_tokens)
         # A lease bears the rank's id of its request, which is never used again.
         handoff = Handoff(LeaseId(inbox.rank_id))
         self._queue[handoff.lease_id] = None
+        self._workload.add(handoff.lease_id, len(start.prompt))
         reader = asyncio.create_task(self._read(requests, inbox))
         deadline = None if start.time_left_s is None else time.monotonic() + start.time_left_s
         try:
@@ -118,14 +145,24 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
                 said = await self._next(handoff, inbox)
                 if deadline is not None and time.monotonic() > deadline:
                     raise DeadlineExceeded("the caller's deadline passed before the handoff was complete")
+                if said is None and time.monotonic() >= handoff.progress_due_s:
+                    said = self._progress(handoff)
                 if said is not None:
-                    yield encode_to_decode(said)
+                    handoff.progress_due_s = time.monotonic() + PROGRESS_S
+                    num_done = len(start.prompt) if handoff.first_token is not None else handoff.num_tokens_done
+                    self._workload.compute(handoff.lease_id, num_done)
+                    yield self._with_load(encode_to_decode(said))
         finally:
             self._queue.pop(handoff.lease_id, None)
+            self._workload.remove(handoff.lease_id)
             reader.cancel()
             # However the stream ended. A lease that was released, a request that is over, ignore this.
             self.rank.tell_transport(RevokeLease(handoff.lease_id, "the stream ended"))
             self.rank.close(request.request_id, is_over=False)
+
+    def _with_load(self, message: pb.PrefillResponse) -> pb.PrefillResponse:
+        message.load.CopyFrom(encode_load(self._workload.load))
+        return message
 
     # ------------------------------------------------------------ start
 
@@ -141,7 +178,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
     def _check_start(self, start: Start) -> None:
         mine = self.description
         if start.incarnation != mine.incarnation:
-            raise PeerMismatch(f"incarnation: {mine.incarnation!r} here, {start.incarnation!r} there; describe again")
+            raise PeerReplaced(f"incarnation: {mine.incarnation!r} here, {start.incarnation!r} there; describe again")
         if differences := mine.fingerprint.differences(start.fingerprint):
             raise PeerMismatch("; ".join(differences))
         if start.weights_version != mine.weights_version:
@@ -169,13 +206,22 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
         """What to say next, if the next thing that happens is worth telling."""
         try:
             # Not wait_for: in Python 3.11 it loses a cancellation that comes together with a message.
-            async with asyncio.timeout(PROGRESS_S):
+            async with asyncio.timeout(handoff.progress_due_s - time.monotonic()):
                 message = await inbox.get()
         except TimeoutError:
-            if handoff.is_accepted:
-                return Computing(handoff.num_tokens_done)
-            return Queued(list(self._queue).index(handoff.lease_id))
+            return None
         return self._answer(handoff, message)
+
+    def _progress(self, handoff: Handoff) -> ToDecode | None:
+        """Nothing where the rank may stand still: D must not take the front's life for the rank's."""
+        handoff.progress_due_s = time.monotonic() + PROGRESS_S
+        self.rank.ask_for_life()
+        if not self.rank.has_shown_life(self._life_s):
+            return None
+        computed = self.rank.num_tokens_computed
+        if handoff.is_accepted:
+            return Computing(handoff.num_tokens_done, computed)
+        return Queued(list(self._queue).index(handoff.lease_id), computed)
 
     def _answer(self, handoff: Handoff, message: object) -> ToDecode | None:
         match message:
@@ -185,10 +231,10 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
                 if handoff.early_token is not None:
                     self.rank.deliver(RequestId(handoff.lease_id), handoff.early_token)
                 return Accepted(handoff.lease_id, num_ranks=1)
-            case ChunkAnnounced(seq=seq, first_token=first, end_token=end, blocks=blocks):
+            case ChunkAnnounced(seq=seq, first_token=first, end_token=end, blocks=blocks, block_hashes=hashes):
                 handoff.num_chunks += 1
                 handoff.num_tokens_done = end
-                return ChunkReady(0, seq, first, end, blocks)
+                return ChunkReady(0, seq, first, end, blocks, hashes)
             case Output(token_ids=(_, *_)) if not handoff.is_accepted:
                 handoff.early_token = message
                 return None

@@ -59,7 +59,8 @@ IMPORTS: dict[str, tuple[str, ...]] = {
 }
 
 # Where a library may be imported.
-PROTO_PLACES = ("pdserve.rpc", "pdserve.client", "pdserve.v1", *ROLES)
+# The witness reads what two nodes say to each other.
+PROTO_PLACES = ("pdserve.rpc", "pdserve.client", "pdserve.v1", "pdserve.bench.handoff_witness", *ROLES)
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "nixl_cu12": ("pdserve.transfer.nixl", "pdserve.transfer.file_tier"),
     "nixl": (),
@@ -72,7 +73,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "pdserve.bench.rounds",
     ),
     "transformers": (),
-    "safetensors": ("pdserve.model",),
+    "safetensors": ("pdserve.model", "pdserve.bench.tiny_model"),
     "gguf": ("pdserve.model.gguf_convert",),
     "huggingface_hub": ("pdserve.model.hub",),
     "tokenspeed_scheduler": ("pdserve.bench.tokenspeed",),
@@ -95,7 +96,7 @@ ROLE_IDENTIFIER = re.compile(r"role|is_prefill\w*|is_decode\w*|is_fused|disagg\w
 KNOWS_ROLES = (
     *("pdserve.config", "pdserve.cli", "pdserve.commands", "pdserve.startup", "pdserve.node_process", "pdserve.demo"),
     "pdserve.node",  # names the node in logs and to its peers
-    *("pdserve.bench.streams", "pdserve.bench.deployed"),  # start nodes
+    *("pdserve.bench.streams", "pdserve.bench.deployed", "pdserve.bench.chaos_fleet"),  # start nodes
     "pdserve.sim.deployment",  # settings of nodes of each kind
     *ROLES,
 )

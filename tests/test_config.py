@@ -169,8 +169,12 @@ def test_one_fault_is_one_line_and_several_are_counted() -> None:
             "--prefill-peers host: must be HOST:PORT with a port of 1 to 65535",
         ),
         (
-            ["m", "--role", "decode", "--prefill-peers", "dns:///p:1"],
-            "--prefill-peers dns:///p:1: only HOST:PORT is available yet, neither a name service nor a file",
+            ["m", "--role", "decode", "--prefill-peers", "dns:///p"],
+            "--prefill-peers dns:///p: must be dns:///NAME:PORT with a port of 1 to 65535",
+        ),
+        (
+            ["m", "--role", "decode", "--prefill-peers", "file:peers.yaml"],
+            "--prefill-peers file:peers.yaml: must be file:///PATH, with three slashes",
         ),
         (
             ["m", "--role", "decode", "--decode-fallback", "fail"],

@@ -26,3 +26,11 @@ def resident_bytes(pid: int) -> int:
     """Memory of its own that it has touched: files it maps, such as libraries, are left out."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024
+
+
+def num_open_files(pid: int) -> int:
+    """Its file descriptors; 0 if it has ended."""
+    try:
+        return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    except (FileNotFoundError, ProcessLookupError):
+        return 0

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pdserve.config import environment, flags, policy, rules, sources
 from pdserve.config.environment import cache_dir
 from pdserve.config.faults import ConfigError, Fault, shown, unless_about
-from pdserve.config.fields import FIELDS, DecodeFallback, Role, Settings, flag_name
+from pdserve.config.fields import FIELDS, DecodeFallback, OnRankDeath, Role, Settings, flag_name
 from pdserve.config.policy import CadenceSettings, FillSettings, PrefillDelay, policy_line
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "DecodeFallback",
     "Fault",
     "FillSettings",
+    "OnRankDeath",
     "PrefillDelay",
     "Role",
     "ServerArgs",

@@ -26,6 +26,13 @@ class DecodeFallback(StrEnum):
     FAIL = "fail"
 
 
+class OnRankDeath(StrEnum):
+    """What a node does when its rank process has died."""
+
+    RESTART = "restart"
+    EXIT = "exit"
+
+
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 # Enumerations may be given by value in code too; numbers stay strict.
@@ -130,7 +137,12 @@ class Settings(BaseModel):
         tuple[str, ...],
         Lax,
         NoDecode,
-        Flag(PEERS, "prefill nodes, comma separated or repeated", "HOST:PORT", only=(Role.DECODE,)),
+        Flag(
+            PEERS,
+            "prefill nodes, comma separated or repeated: HOST:PORT, dns:///NAME:PORT, file:///PATH",
+            "PEER",
+            only=(Role.DECODE,),
+        ),
     ] = ()
     decode_fallback: Annotated[
         DecodeFallback,
@@ -154,10 +166,18 @@ class Settings(BaseModel):
         Seconds, Flag(PEERS, "how long finished KV waits for a decode node that went silent", "S", only=(Role.PREFILL,))
     ] = 30.0
 
+    kv_checksum: Annotated[
+        bool,
+        Flag(PEERS, "send a hash with each KV block, and compare what was read", only=(Role.PREFILL, Role.DECODE)),
+    ] = False
+
     num_threads: Annotated[
         Count | None, Flag(RUNNING, "compute threads (default: one a core; OMP_NUM_THREADS wins where set)")
     ] = None
     startup_timeout_s: Annotated[Seconds, Flag(RUNNING, "give up when not ready after this long", "S")] = 600.0
+    on_rank_death: Annotated[
+        OnRankDeath, Lax, Flag(RUNNING, "start another rank process when one died, or end with status 1")
+    ] = OnRankDeath.RESTART
     drain_timeout_s: Annotated[Seconds, Flag(RUNNING, "how long SIGTERM lets requests finish", "S")] = 30.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Flag(RUNNING, "least severe line that is logged")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pdserve.config import environment, flags
 from pdserve.config.faults import Fault
 from pdserve.config.fields import FIELDS, DecodeFallback, Role, Settings, flag_name
+from pdserve.config.peer_address import wrong_with_peer
 from pdserve.config.policy_rules import POLICY_FIELDS, policy_faults
 
 
@@ -74,21 +75,12 @@ def _tier_faults(settings: Settings) -> Iterable[Fault]:
 
 def _peer_faults(settings: Settings) -> Iterable[Fault]:
     for peer in settings.prefill_peers:
-        if reason := _wrong_with_address(peer):
+        if reason := wrong_with_peer(peer):
             yield Fault(flag_name("prefill_peers"), peer, reason)
     fails = settings.decode_fallback == DecodeFallback.FAIL
     if settings.role == Role.DECODE and fails and not settings.prefill_peers:
         reason = "every request would fail without a prefill node; name one with --prefill-peers"
         yield Fault(flag_name("decode_fallback"), settings.decode_fallback, reason)
-
-
-def _wrong_with_address(peer: str) -> str | None:
-    if peer.startswith(("dns:", "file:")):
-        return "only HOST:PORT is available yet, neither a name service nor a file"
-    host, colon, port = peer.rpartition(":")
-    if not (colon and host and port.isdecimal() and 1 <= int(port) <= 65535):
-        return "must be HOST:PORT with a port of 1 to 65535"
-    return None
 
 
 def _thread_faults() -> Iterable[Fault]:

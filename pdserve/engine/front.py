@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
+from time import monotonic
 from typing import TypeVar
 
 from pdserve.engine.channel import FrontChannel
@@ -22,6 +23,8 @@ from pdserve.engine.messages import (
     LoadReport,
     Output,
     Outputs,
+    Ping,
+    Pong,
     Ready,
     ReservationTakenBack,
     Reserved,
@@ -94,6 +97,9 @@ class Rank:
         self._watcher: asyncio.Task[None] | None = None
         self.lost = asyncio.Event()
         self.lost_reason = ""
+        self.num_tokens_computed = 0  # of prompts, as the loop said last
+        self._last_life_s = monotonic()
+        self._is_asked_for_life = False
 
     # ------------------------------------------------------------ life
 
@@ -159,10 +165,24 @@ class Rank:
             if not future.done():
                 future.set_exception(NotReady(reason))
 
+    def ask_for_life(self) -> None:
+        """Let the loop say that it goes round, and how much it has computed. One question is open at a time."""
+        if not self._is_asked_for_life and not self.lost.is_set():
+            self._channel.send(Ping())
+            self._is_asked_for_life = True
+
+    def has_shown_life(self, within_s: float) -> bool:
+        """The loop was heard no longer ago. Whoever relies on this calls `ask_for_life` more often than that."""
+        return monotonic() - self._last_life_s <= within_s
+
     # ------------------------------------------------------------ messages in
 
     def _on_message(self, message: FromRank) -> None:
+        self._last_life_s = monotonic()
         match message:
+            case Pong():
+                self._is_asked_for_life = False
+                self.num_tokens_computed = message.num_tokens_computed
             case Outputs():
                 for output in message.outputs:
                     self.deliver(output.request_id, output)
@@ -222,15 +242,24 @@ class Rank:
         inbox = self._inboxes.get(request_id)
         if inbox is None:
             return False
-        self._channel.send(Abort(inbox.rank_id))
+        self._tell(Abort(inbox.rank_id))
         return True
 
-    def give_up_transfer(self, transfer_id: TransferId, forced_output: tuple[int, ...]) -> None:
-        self._channel.send(GiveUpTransfer(transfer_id, forced_output))
+    def give_up_transfer(
+        self, transfer_id: TransferId, forced_output: tuple[int, ...], *, stays_remote: bool = False
+    ) -> None:
+        """Its KV will not come. stays_remote: reserve anew for another attempt, instead of prefilling here."""
+        assert not (stays_remote and forced_output), "the first token is out: nobody draws it again"
+        self._tell(GiveUpTransfer(transfer_id, forced_output, stays_remote))
 
     def accept_transfer(self, transfer_id: TransferId) -> None:
         """The peer took the prompt on: the reservation is not taken back any more."""
-        self._channel.send(TransferAccepted(transfer_id))
+        self._tell(TransferAccepted(transfer_id))
+
+    def _tell(self, message: ToRank) -> None:
+        """A rank that is lost is told nothing: its requests have heard of that in their inboxes."""
+        if not self.lost.is_set():
+            self._channel.send(message)
 
     def tell_transport(self, message: ToTransport) -> None:
         """A rank that is lost is told nothing: its requests have heard of that in their inboxes."""

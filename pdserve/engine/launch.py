@@ -12,12 +12,16 @@ from pdserve.errors import StartupError
 
 
 class TransportSpec(msgspec.Struct, frozen=True):
-    """name: unique among all agents that ever meet, as a restarted one must not be taken for its predecessor."""
+    """name: unique among all agents that ever meet, as a restarted one must not be taken for its predecessor.
+
+    has_checksums: blocks are lent with their hashes, and compared once they were read.
+    """
 
     name: str
     endpoint: str
     lease_s: float
     quarantine_s: float
+    has_checksums: bool = False
 
 
 class PolicySpec(msgspec.Struct, frozen=True):

@@ -48,10 +48,14 @@ class Abort(Message, frozen=True):
 
 
 class GiveUpTransfer(Message, frozen=True):
-    """The KV will not come: prefill locally. forced_output: what the client was sent already."""
+    """The KV will not come: prefill locally. forced_output: what the client was sent already.
+
+    stays_remote: not locally, another Reserved follows for another attempt; only without forced_output.
+    """
 
     transfer_id: TransferId
     forced_output: tuple[int, ...]
+    stays_remote: bool = False
 
 
 class TransferAccepted(Message, frozen=True):
@@ -67,11 +71,15 @@ class AskLoad(Message, frozen=True):
     check_integrity: bool = False
 
 
+class Ping(Message, frozen=True):
+    """Answered by Pong between two rounds: a loop that stands still, or is in a long forward, does not answer."""
+
+
 class Stop(Message, frozen=True):
     """Leave the loop; nothing is owed to anybody any more."""
 
 
-ToRank = Submit | Abort | GiveUpTransfer | TransferAccepted | AskLoad | Stop
+ToRank = Submit | Abort | GiveUpTransfer | TransferAccepted | AskLoad | Ping | Stop
 
 # ---------------------------------------------------------------- loop → front
 
@@ -93,7 +101,8 @@ class StartFailed(Message, frozen=True):
 class Ready(Message, frozen=True):
     """A real forward has been run. transport_metadata: what peers need to read from this rank, if it has a transport.
 
-    fingerprint: the fields of kv.layout.Fingerprint, of this rank's blocks.
+    fingerprint: the fields of kv.layout.Fingerprint, of this rank's blocks. longest_chunk_s: the longest forward of a
+    whole round's prompt tokens.
     """
 
     num_blocks: int
@@ -103,6 +112,7 @@ class Ready(Message, frozen=True):
     eos_token_ids: tuple[int, ...]
     fingerprint: Fingerprint
     transport_metadata: bytes
+    longest_chunk_s: float = 0.0
 
 
 class Output(Message, frozen=True):
@@ -149,7 +159,13 @@ class LoadReport(Message, frozen=True):
     integrity: str = ""
 
 
-FromRank = Loading | StartFailed | Ready | Outputs | Reserved | ReservationTakenBack | LoadReport
+class Pong(Message, frozen=True):
+    """The loop goes round. num_tokens_computed: of prompts, since its start."""
+
+    num_tokens_computed: int
+
+
+FromRank = Loading | StartFailed | Ready | Outputs | Reserved | ReservationTakenBack | LoadReport | Pong
 
 # ---------------------------------------------------------------- front → transport thread
 
@@ -172,7 +188,7 @@ class ExpectPeer(Message, frozen=True):
 
 
 class PullChunk(Message, frozen=True):
-    """The peer announced prompt tokens [first_token, end_token) in `blocks`."""
+    """The peer announced prompt tokens [first_token, end_token) in `blocks`. block_hashes: one a block, or none."""
 
     transfer_id: TransferId
     peer: PeerId
@@ -180,6 +196,7 @@ class PullChunk(Message, frozen=True):
     first_token: int
     end_token: int
     blocks: tuple[BlockId, ...]
+    block_hashes: tuple[int, ...] = ()
 
 
 class ConfirmPull(Message, frozen=True):
@@ -223,6 +240,12 @@ class PeerUnusable(Message, frozen=True):
     reason: str
 
 
+class PullAdvanced(Message, frozen=True):
+    """A chunk is here, and not the last of those that were announced."""
+
+    transfer_id: TransferId
+
+
 class PullFinished(Message, frozen=True):
     """Every announced byte up to the prompt's end is here: the release may be sent."""
 
@@ -253,13 +276,14 @@ class LeaseOpened(Message, frozen=True):
 
 
 class ChunkAnnounced(Message, frozen=True):
-    """These blocks are in the lease table: the peer may be told."""
+    """These blocks are in the lease table: the peer may be told. block_hashes: one a block, or none."""
 
     lease_id: LeaseId
     seq: int
     first_token: int
     end_token: int
     blocks: tuple[BlockId, ...]
+    block_hashes: tuple[int, ...] = ()
 
 
 class LeaseAnswer(Message, frozen=True):
@@ -279,6 +303,7 @@ class LeaseGone(Message, frozen=True):
 FromTransport = (
     PeerConnected
     | PeerUnusable
+    | PullAdvanced
     | PullFinished
     | PullBroken
     | PullCommitted

@@ -28,6 +28,8 @@ from pdserve.engine.messages import (
     OpenPull,
     Output,
     Outputs,
+    Ping,
+    Pong,
     ReservationTakenBack,
     Reserved,
     Stop,
@@ -172,12 +174,14 @@ class RankLoop:
                 case Abort():
                     self._carry_out(self._scheduler.abort(message.request_id))
                 case GiveUpTransfer():
-                    failed = TransferFailed(message.transfer_id, message.forced_output)
+                    failed = TransferFailed(message.transfer_id, message.forced_output, message.stays_remote)
                     self._carry_out(self._scheduler.advance([failed]))
                 case TransferAccepted():
                     self._carry_out(self._scheduler.advance([KvAccepted(message.transfer_id)]))
                 case AskLoad():
                     self._on_ask_load(message)
+                case Ping():
+                    self._front.send(Pong(self._scheduler.counters.prompt_tokens_computed))
                 case Stop():
                     self._is_stopping = True
         self._advance_links()

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from pdserve.transfer.nixl import NixlTransport
 log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-_WARM_UP_TOKENS = 2
+_WARM_UP_ROUNDS = 3
 # With a gate, tenths of the pool above which no new prompt is admitted.
 GATE_WATERMARK = 9
 
@@ -110,7 +111,9 @@ def build(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> BuiltRank:
         num_threads=spec.num_threads,
         progress=lambda step, done, total: front.send(Loading(step, done, total)),
     )
-    warm_up(scheduler_config, runner, lambda done: front.send(Loading("warming up", done, _WARM_UP_TOKENS)))
+    longest_chunk_s = warm_up(
+        scheduler_config, runner, lambda done: front.send(Loading("warming up", done, _WARM_UP_ROUNDS))
+    )
     scheduler = Scheduler(scheduler_config)
     tiers = _tiers(spec.tiers, storage, scheduler_config.num_host_blocks, fingerprint)
     transport = _transport(spec.transport, storage, scheduler) if spec.transport else None
@@ -123,6 +126,7 @@ def build(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> BuiltRank:
         eos_token_ids=config.eos_token_ids,
         fingerprint=fingerprint,
         transport_metadata=metadata,
+        longest_chunk_s=longest_chunk_s,
     )
     loop = RankLoop(scheduler, runner, front, config.eos_token_ids, transport, tiers, _gate(spec.policy))
     return BuiltRank(loop, transport, tiers, ready)
@@ -206,19 +210,35 @@ def _tiers(spec: TierSpec, device: KVStorage, num_host_blocks: int, fingerprint:
     return HostTierLink(device, host, storage)
 
 
-def warm_up(config: SchedulerConfig, runner: ModelRunner, on_token: Callable[[int], None]) -> None:
-    """A real prefill and a real decode, planned by a scheduler that is thrown away after."""
+def warm_up(config: SchedulerConfig, runner: ModelRunner, on_round: Callable[[int], None]) -> float:
+    """Real prefills and a real decode, planned by a scheduler that is thrown away after.
+
+    Returns the seconds that a chunk as long as they get takes, once everything was touched.
+    """
     scheduler = Scheduler(replace(config, num_host_blocks=0, has_storage=False))
-    request = TokenRequest(RequestId("warm-up"), (0,), SamplingParams(max_new_tokens=_WARM_UP_TOKENS, temperature=0.0))
-    scheduler.submit(Submission(request.request_id, request.prompt, min(_WARM_UP_TOKENS, config.max_model_len - 1)))
-    num_tokens = 0
-    while scheduler.has_work:
-        plan = scheduler.plan()
-        for start in plan.starts:
-            runner.start(start, request)
-        scheduler.advance([StepDone(plan.round_id, runner.execute(plan).tokens)])
-        num_tokens += 1
-        on_token(num_tokens)
+    shortest, longest = 1, max(1, min(config.max_scheduled_tokens, config.max_model_len - 1))
+    elapsed_s, num_rounds = 0.0, 0
+    for num_prompt, num_new in ((shortest, min(2, config.max_model_len - 1)), (longest, 1)):
+        params = SamplingParams(max_new_tokens=num_new, temperature=0.0)
+        request = TokenRequest(RequestId("warm-up"), (0,) * num_prompt, params)
+        scheduler.submit(Submission(request.request_id, request.prompt, num_new))
+        while scheduler.has_work:
+            elapsed_s = _run_round(scheduler, runner, request)
+            num_rounds += 1
+            on_round(num_rounds)
+    return elapsed_s
+
+
+def _run_round(scheduler: Scheduler, runner: ModelRunner, request: TokenRequest) -> float:
+    """Seconds of its forward."""
+    plan = scheduler.plan()
+    for start in plan.starts:
+        runner.start(start, request)
+    start_s = time.monotonic()
+    tokens = runner.execute(plan).tokens
+    elapsed_s = time.monotonic() - start_s
+    scheduler.advance([StepDone(plan.round_id, tokens)])
+    return elapsed_s
 
 
 def _fingerprint(directory: Path, config: ModelConfig, layout: KVLayout) -> Fingerprint:
@@ -247,6 +267,7 @@ def _transport(spec: TransportSpec, storage: KVStorage, scheduler: Scheduler) ->
         lease_s=spec.lease_s,
         quarantine_s=spec.quarantine_s,
         generation=scheduler.generation,
+        hashed_slab=storage.slab.numpy() if spec.has_checksums else None,
     )
 
 

@@ -8,13 +8,23 @@ plane  [kv_heads, block_size, head_dim]   HND; offsets are multiples of the elem
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+from pdserve.errors import StartupError
 
 # One line of history a bump:
 # 1  per layer k then v, HND, no padding.
 LAYOUT_VERSION = 1
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def can_split_heads(num_kv_heads: int, tensor_parallel_size: int) -> bool:
+    """Whether ranks get whole heads: as many each, or, where there are more ranks than heads, one that several hold."""
+    if num_kv_heads < 1 or tensor_parallel_size < 1:
+        return False
+    return num_kv_heads % tensor_parallel_size == 0 or tensor_parallel_size % num_kv_heads == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +43,7 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Dense attention's layout: planes k and v in each of num_layers layers."""
+    """Dense attention's layout: planes k and v in each of num_layers layers. The whole model's, or one rank's shard."""
 
     num_layers: int
     num_kv_heads: int
@@ -66,12 +76,22 @@ class KVLayout:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def shard(self, tensor_parallel_size: int) -> Self:
+        """The layout of each rank when this one's heads are split. Raises StartupError when they cannot be."""
+        if not can_split_heads(self.num_kv_heads, tensor_parallel_size):
+            raise StartupError(
+                f"tensor_parallel_size is {tensor_parallel_size}, the model has {self.num_kv_heads} KV heads: "
+                f"choose a divisor or a multiple of {self.num_kv_heads}"
+            )
+        return replace(self, num_kv_heads=max(1, self.num_kv_heads // tensor_parallel_size))
+
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Everything that must be equal on both ends before one node may read the other's blocks.
+    """What decides whether one node may read the other's blocks: all of it must be equal, but for how heads are split.
 
     model_revision: a digest of the weights, so that two versions of one model are never paired.
+    num_kv_heads: the model's, not a rank's.
     """
 
     layout_version: int
@@ -86,9 +106,17 @@ class Fingerprint:
     tensor_parallel_size: int = 1
 
     def differences(self, other: Fingerprint) -> tuple[str, ...]:
-        """One text a field that differs, naming the field and both values (ours first)."""
-        return tuple(
-            f"{f.name}: {getattr(self, f.name)!r} here, {getattr(other, f.name)!r} there"
-            for f in fields(self)
-            if getattr(self, f.name) != getattr(other, f.name)
-        )
+        """One text a field that keeps the two apart, naming the field and both values (ours first)."""
+        names = [f.name for f in fields(self) if f.name != "tensor_parallel_size"]
+        named = [self._difference(name, other) for name in names if getattr(self, name) != getattr(other, name)]
+        return (*named, *self._split_difference(other))
+
+    def _split_difference(self, other: Fingerprint) -> tuple[str, ...]:
+        """Unequal splits are read by head ranges, unless one of them is none."""
+        sizes = (self.tensor_parallel_size, other.tensor_parallel_size)
+        if sizes[0] == sizes[1] or all(can_split_heads(self.num_kv_heads, size) for size in sizes):
+            return ()
+        return (f"{self._difference('tensor_parallel_size', other)}: {self.num_kv_heads} KV heads are not split so",)
+
+    def _difference(self, name: str, other: Fingerprint) -> str:
+        return f"{name}: {getattr(self, name)!r} here, {getattr(other, name)!r} there"

@@ -95,13 +95,13 @@ class Boundary(grpc.aio.ServerInterceptor):
             self._check(request, needs_open_node=handler.response_streaming and not is_watcher)
             yield
         except PdserveError as error:
-            await context.abort(*status_of(error))
+            await _abort(context, error)
         except asyncio.CancelledError:
             if not self._is_ending:
                 raise  # the caller went away or its deadline passed: nobody is left to tell
-            await context.abort(*status_of(NotReady("the node stopped before the answer was complete")))
+            await _abort(context, NotReady("the node stopped before the answer was complete"))
         except DecodeError as error:  # from the stream of requests that the handler reads
-            await context.abort(*status_of(_undecodable(str(error))))
+            await _abort(context, _undecodable(str(error)))
         except grpc.aio.AbortError:
             raise
         except grpc.aio.BaseError:  # a write to a caller who has gone: the same as a cancellation, found out earlier
@@ -110,7 +110,7 @@ class Boundary(grpc.aio.ServerInterceptor):
             if context.done():
                 raise
             log.exception("call of %s failed", method)
-            await context.abort(*status_of(InternalError("internal error; the node's log has the details")))
+            await _abort(context, InternalError("internal error; the node's log has the details"))
         finally:
             self._watchers.discard(task)
             self._calls.discard(task)
@@ -122,6 +122,12 @@ class Boundary(grpc.aio.ServerInterceptor):
             raise _undecodable(request.reason)
         if needs_open_node and self.refusal is not None:
             raise NotReady(self.refusal)
+
+
+async def _abort(context: Context, error: PdserveError) -> None:
+    """End the call with the error's status, and with the metadata that its handler set beside it."""
+    code, message, metadata = status_of(error)
+    await context.abort(code, message, (*(context.trailing_metadata() or ()), *metadata))
 
 
 def _rebuilt(handler: Handler, behaviour: Callable[..., Any]) -> Handler:

@@ -15,13 +15,32 @@ from dataclasses import dataclass
 from pdserve.kv.layout import Fingerprint
 from pdserve.request import BlockId, FinishReason, LeaseId, RequestId, SamplingParams, TokenLogprobs
 
+# Raised by a change that the other side has to know of; the oldest is the last one that can still be spoken with.
+PROTOCOL_VERSION = 1
+MIN_PROTOCOL_VERSION = 1
+
+
+# A rank in a forward says nothing. Whoever waits for its next word waits at least so many of its longest chunks.
+MIN_CHUNKS = 3
+
+
+def protocol_difference(newest: int, oldest: int) -> str | None:
+    """What is wrong with a node that speaks versions [oldest, newest]; nothing where one of them is ours too."""
+    if oldest <= PROTOCOL_VERSION and newest >= MIN_PROTOCOL_VERSION:
+        return None
+    return (
+        f"protocol_version: {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION} here, {oldest} to {newest} there; "
+        "install versions of pdserve that share one"
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class Description:
     """A prefill node: who it is, and what its memory looks like.
 
     incarnation: another one after each start. rank_metadata: what a transport needs to read from each rank.
-    num_blocks, num_slots: of one rank.
+    num_blocks, num_slots: of one rank. longest_chunk_s: the longest forward of its warm-up. kv_checksum: its chunks
+    come with a hash a block.
     """
 
     incarnation: str
@@ -34,6 +53,18 @@ class Description:
     max_prompt_tokens: int
     num_slots: int
     lease_s: float
+    longest_chunk_s: float = 0.0
+    kv_checksum: bool = False
+    protocol_version: int = PROTOCOL_VERSION
+    min_protocol_version: int = MIN_PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLoad:
+    """num_queued_tokens: of prompts P took on and has not computed. num_free_blocks: of one rank, not taken by them."""
+
+    num_queued_tokens: int
+    num_free_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +78,10 @@ class RequestKey:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """incarnation: the P that D described. num_cached_tokens: on D, whole blocks. time_left_s: of the deadline."""
+    """incarnation: the P that D described. num_cached_tokens: on D, whole blocks. time_left_s: of the deadline.
+
+    priority: smaller goes first.
+    """
 
     incarnation: str
     request_key: RequestKey
@@ -57,6 +91,7 @@ class Start:
     num_cached_tokens: int
     fingerprint: Fingerprint
     time_left_s: float | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +117,18 @@ class HandoffAbort:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """num_ahead: requests before this one."""
+    """num_ahead: requests before this one. rank_tokens_computed: of any prompt, by P's rank since its start."""
 
     num_ahead: int
+    rank_tokens_computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """num_tokens_done: of the prompt."""
+    """num_tokens_done: of the prompt. rank_tokens_computed: of any prompt, by P's rank since its start."""
 
     num_tokens_done: int
+    rank_tokens_computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +141,17 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class ChunkReady:
-    """Prompt tokens [first_token, end_token) lie in these blocks of `rank`. seq counts a rank's chunks from 0."""
+    """Prompt tokens [first_token, end_token) lie in these blocks of `rank`. seq counts a rank's chunks from 0.
+
+    block_hashes: one a block (see transfer/checksum.py), or none.
+    """
 
     rank: int
     seq: int
     first_token: int
     end_token: int
     blocks: tuple[BlockId, ...]
+    block_hashes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,5 +177,6 @@ class Released:
     is_valid: bool
 
 
+Progress = Queued | Computing
 ToPrefill = Start | Renew | Release | HandoffAbort
-ToDecode = Queued | Computing | Accepted | ChunkReady | FirstToken | Released | HandoffAbort
+ToDecode = Progress | Accepted | ChunkReady | FirstToken | Released | HandoffAbort

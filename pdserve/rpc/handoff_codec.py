@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict, fields
 from typing import Any
 
-from pdserve.errors import InvalidRequest, ProtocolError
+from pdserve.errors import InvalidRequest, PeerMismatch, ProtocolError
 from pdserve.kv.layout import Fingerprint
 from pdserve.request import BlockId, LeaseId, RequestId, SamplingParams
 from pdserve.rpc.codec import (
@@ -22,12 +22,15 @@ from pdserve.rpc.codec import (
     encode_prompt_logprobs,
 )
 from pdserve.rpc.handoff import (
+    MIN_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
     Accepted,
     ChunkReady,
     Computing,
     Description,
     FirstToken,
     HandoffAbort,
+    PeerLoad,
     Queued,
     Release,
     Released,
@@ -36,6 +39,7 @@ from pdserve.rpc.handoff import (
     Start,
     ToDecode,
     ToPrefill,
+    protocol_difference,
 )
 from pdserve.rpc.sampling import check_ranges, check_token_id, check_vocabulary, quoted
 from pdserve.v1 import handoff_pb2 as pb
@@ -45,23 +49,54 @@ OPTIONAL_SAMPLING = ("num_logprobs", "prompt_logprobs")
 # ---------------------------------------------------------------- describe
 
 
+def encode_describe(known_incarnation: str = "") -> pb.DescribeRequest:
+    """Ask a prefill node who it is. known_incarnation: the life of it that one is connected to."""
+    return pb.DescribeRequest(
+        known_incarnation=known_incarnation,
+        protocol_version=PROTOCOL_VERSION,
+        min_protocol_version=MIN_PROTOCOL_VERSION,
+    )
+
+
+def check_protocol(message: pb.DescribeRequest | pb.DescribeResponse) -> None:
+    """Raises PeerMismatch where there is no version of the protocol that both nodes speak."""
+    difference = protocol_difference(message.protocol_version, message.min_protocol_version)
+    if difference is not None:
+        raise PeerMismatch(difference)
+
+
 def encode_description(description: Description) -> pb.DescribeResponse:
     values = {f.name: getattr(description, f.name) for f in fields(Description)}
     return pb.DescribeResponse(**(values | {"fingerprint": encode_fingerprint(description.fingerprint)}))
 
 
 def decode_description(message: pb.DescribeResponse) -> Description:
+    """Raises PeerMismatch for a protocol that is not ours, ProtocolError for what no node would say."""
+    check_protocol(message)
     _require_text("incarnation", message.incarnation)
     if not message.rank_metadata:
         raise ProtocolError("rank_metadata is empty, the peer has no rank to read from")
     if not (math.isfinite(message.lease_s) and message.lease_s > 0):
         raise ProtocolError(f"lease_s is {message.lease_s}, it must be finite and above 0")
+    if not (math.isfinite(message.longest_chunk_s) and message.longest_chunk_s >= 0):
+        raise ProtocolError(f"longest_chunk_s is {message.longest_chunk_s}, it must be finite and at least 0")
     values: dict[str, Any] = {f.name: getattr(message, f.name) for f in fields(Description)}
     values |= {
         "fingerprint": decode_fingerprint(message.fingerprint),
         "rank_metadata": tuple(message.rank_metadata),
     }
     return Description(**values)
+
+
+def encode_load(load: PeerLoad) -> pb.Load:
+    return pb.Load(queued_tokens=load.num_queued_tokens, free_blocks=load.num_free_blocks)
+
+
+def decode_load(message: pb.DescribeResponse | pb.PrefillResponse) -> PeerLoad | None:
+    """What the message says of its sender's load beside anything else; None where it says nothing."""
+    if not message.HasField("load"):
+        return None
+    return PeerLoad(message.load.queued_tokens, message.load.free_blocks)
 
 
 def encode_fingerprint(fingerprint: Fingerprint) -> pb.Fingerprint:
@@ -112,6 +147,7 @@ def _encode_start(start: Start) -> pb.Start:
         num_cached_tokens=start.num_cached_tokens,
         fingerprint=encode_fingerprint(start.fingerprint),
         time_left_s=start.time_left_s,
+        priority=start.priority,
     )
 
 
@@ -133,6 +169,7 @@ def _decode_start(message: pb.Start) -> Start:
         num_cached_tokens=message.num_cached_tokens,
         fingerprint=fingerprint,
         time_left_s=time_left_s,
+        priority=message.priority,
     )
 
 
@@ -179,10 +216,10 @@ def decode_resolved(message: pb.ResolvedSampling, vocab_size: int) -> SamplingPa
 
 def encode_to_decode(said: ToDecode) -> pb.PrefillResponse:
     match said:
-        case Queued():
-            return pb.PrefillResponse(progress=pb.Progress(queued_ahead=said.num_ahead))
-        case Computing():
-            return pb.PrefillResponse(progress=pb.Progress(tokens_done=said.num_tokens_done))
+        case Queued(num_ahead, computed):
+            return pb.PrefillResponse(progress=pb.Progress(queued_ahead=num_ahead, rank_tokens_computed=computed))
+        case Computing(num_done, computed):
+            return pb.PrefillResponse(progress=pb.Progress(tokens_done=num_done, rank_tokens_computed=computed))
         case Accepted():
             return pb.PrefillResponse(accepted=pb.Accepted(lease_id=said.lease_id, ranks=said.num_ranks))
         case ChunkReady():
@@ -217,9 +254,9 @@ def decode_to_decode(message: pb.PrefillResponse) -> ToDecode:
 def _decode_progress(message: pb.Progress) -> Queued | Computing:
     match message.WhichOneof("kind"):
         case "queued_ahead":
-            return Queued(message.queued_ahead)
+            return Queued(message.queued_ahead, message.rank_tokens_computed)
         case "tokens_done":
-            return Computing(message.tokens_done)
+            return Computing(message.tokens_done, message.rank_tokens_computed)
         case _:
             raise ProtocolError("progress of no known kind; both nodes need the same version")
 
@@ -237,6 +274,7 @@ def _encode_chunk(chunk: ChunkReady) -> pb.ChunkReady:
         first_token=chunk.first_token,
         end_token=chunk.end_token,
         block_ids=chunk.blocks,
+        block_hashes=chunk.block_hashes,
     )
 
 
@@ -245,8 +283,10 @@ def _decode_chunk(message: pb.ChunkReady) -> ChunkReady:
         raise ProtocolError(f"chunk of tokens [{message.first_token}, {message.end_token}), it must not be empty")
     if not message.block_ids:
         raise ProtocolError(f"chunk of tokens [{message.first_token}, {message.end_token}) names no blocks")
-    blocks = tuple(BlockId(block) for block in message.block_ids)
-    return ChunkReady(message.rank, message.seq, message.first_token, message.end_token, blocks)
+    blocks, hashes = tuple(BlockId(block) for block in message.block_ids), tuple(message.block_hashes)
+    if hashes and len(hashes) != len(blocks):
+        raise ProtocolError(f"chunk {message.seq} has {len(hashes)} block_hashes for {len(blocks)} blocks")
+    return ChunkReady(message.rank, message.seq, message.first_token, message.end_token, blocks, hashes)
 
 
 def _encode_first_token(first: FirstToken) -> pb.FirstToken:

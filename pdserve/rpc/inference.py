@@ -63,16 +63,18 @@ class InferenceServicer:
         wanted = codec.decode_request(request, prompt, self._model, self._limits, context.time_remaining())
         answer = AnswerEncoder(wanted, is_streamed=request.stream)
         is_begun = False
-        async with aclosing(self._generator.generate(wanted)) as chunks:
-            async for chunk in chunks:
-                if not is_begun:
-                    # Headers tell gRPC's retries that the answer exists: from here on nobody asks for it again.
-                    await context.send_initial_metadata(())
-                    is_begun = True
-                for response in answer.responses(chunk):
-                    await self._write(context, response)
-        answer.check_complete()
-        context.set_trailing_metadata(tuple((PLACEMENT_KEY, placement) for placement in answer.placements))
+        try:
+            async with aclosing(self._generator.generate(wanted)) as chunks:
+                async for chunk in chunks:
+                    if not is_begun:
+                        # Headers tell gRPC's retries that the answer exists: from here on nobody asks for it again.
+                        await context.send_initial_metadata(())
+                        is_begun = True
+                    for response in answer.responses(chunk):
+                        await self._write(context, response)
+            answer.check_complete()
+        finally:  # an answer that broke off was prefilled somewhere too
+            context.set_trailing_metadata(tuple((PLACEMENT_KEY, placement) for placement in answer.placements))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         if not request.request_id:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, cast
 
 import grpc
 from grpc_reflection.v1alpha import reflection
@@ -29,6 +30,37 @@ class Service:
     register: Callable[[grpc.aio.Server], None]
 
 
+class Switchboard(grpc.GenericRpcHandler):
+    """A new call goes to the services of the moment; one under way stays with those it began with."""
+
+    def __init__(self) -> None:
+        self._handlers: list[grpc.GenericRpcHandler] = []
+
+    def use(self, services: Sequence[Service]) -> None:
+        recorder = _Recorder([])
+        for service in services:
+            service.register(cast(grpc.aio.Server, recorder))
+        self._handlers = recorder.handlers
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """The handler of a call, None for a method that no service has."""
+        found = (handler.service(handler_call_details) for handler in self._handlers)
+        return next((handler for handler in found if handler is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorder:
+    """Stands where generated code registers a servicer, as a server takes no services after its start."""
+
+    handlers: list[grpc.GenericRpcHandler]
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        self.handlers.extend(handlers)
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
+        """The same handlers once more, by name; a registered one would win over the switchboard."""
+
+
 class RpcServer:
     """start → set_serving(True) after the warm-up → stop. Belongs to the event loop it was made in."""
 
@@ -48,8 +80,9 @@ class RpcServer:
         self._health = health.Health([service.name for service in services])
         self._server = grpc.aio.server(interceptors=[self._boundary], options=server_options(max_message_bytes))
         self._health.register(self._server)
-        for service in services:
-            service.register(self._server)
+        self._switchboard = Switchboard()
+        self._switchboard.use(services)
+        self._server.add_generic_rpc_handlers((self._switchboard,))
         if has_reflection:
             names = [*(service.name for service in services), health.SERVICE_NAME, reflection.SERVICE_NAME]
             reflection.enable_server_reflection(names, self._server)
@@ -65,6 +98,10 @@ class RpcServer:
         await self._health.set_serving(False)
         await self._server.start()
         return port
+
+    def use(self, services: Sequence[Service]) -> None:
+        """From now on new calls go to these, of the names given at first."""
+        self._switchboard.use(services)
 
     async def set_serving(self, is_serving: bool) -> None:
         """What health says. The first True also opens the node to streams; a later False closes it to none."""

@@ -17,6 +17,7 @@ class Counters:
     prefill_rounds: int = 0
     ignored_events: int = 0
     reroutes: int = 0
+    remote_retries: int = 0
     capacity_failures: int = 0
     reservations_taken_back: int = 0
     retractions: int = 0

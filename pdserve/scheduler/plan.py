@@ -201,10 +201,14 @@ class KvReceived:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """The KV will not come. forced_output: tokens the client has been sent already."""
+    """The KV will not come. forced_output: tokens the client has been sent already.
+
+    stays_remote: a peer is to try again, which makes sense only while the client has been sent nothing.
+    """
 
     transfer_id: TransferId
     forced_output: tuple[int, ...] = ()
+    stays_remote: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -288,7 +288,8 @@ class Scheduler:
             self._residents.start_decoding(request)
 
     def _on_transfer_failed(self, event: TransferFailed, outcomes: list[Outcome]) -> None:
-        """Prefill here instead, in new blocks, at the request's old place; an answer that is complete just ends."""
+        """Prefill anew in new blocks, at the request's old place; an answer that is complete just ends."""
+        assert not (event.stays_remote and event.forced_output), "the first token is out: nobody draws it again"
         transfer = self._residents.transfers.get(event.transfer_id)
         if transfer is None or transfer.state is not TransferState.OPEN:
             self.counters.ignored_events += 1
@@ -299,8 +300,11 @@ class Scheduler:
         if event.forced_output and self._ends_with(request, event.forced_output[-1], outcomes):
             return
         self._pool.release(request.blocks)
-        self.counters.reroutes += 1
-        self._residents.requeue(request, FUSED)
+        if event.stays_remote:
+            self.counters.remote_retries += 1
+        else:
+            self.counters.reroutes += 1
+        self._residents.requeue(request, request.route if event.stays_remote else FUSED)
 
     def _ends_with(self, request: Tracked, token: int, outcomes: list[Outcome]) -> bool:
         """End the answer if `token`, drawn by a peer, is its last."""

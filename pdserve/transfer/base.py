@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
+from pdserve.kv.head_ranges import BlockMap
 from pdserve.request import BlockId
 
 ReadId = NewType("ReadId", int)
@@ -22,15 +23,23 @@ PeerId = NewType("PeerId", str)
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Learn a peer's memory and warm the pair with a tiny read. A peer that is connected answers Connected at once."""
+    """Learn a peer's memory and warm the pair with a tiny read. A peer that is connected answers Connected at once.
+
+    block_map: what every read takes of each block, where the two ends split the heads differently; it is the pair's for
+    life, so that a peer is described once. None: whole blocks, of our size.
+    """
 
     peer: PeerId
     metadata: bytes  # the peer's KVTransport.metadata()
+    block_map: BlockMap | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Pull sources[i] of the peer's slab into destinations[i] of ours, whole blocks. Non-empty, equal lengths."""
+    """Pull sources[i] of the peer's slab into destinations[i] of ours, all that the pair's block map takes of a block.
+
+    Non-empty, equal lengths.
+    """
 
     read_id: ReadId
     peer: PeerId
@@ -103,7 +112,7 @@ TransportEvent = Connected | ConnectFailed | ReadDone | ReadFailed | ReadQuiet |
 
 
 class KVTransport(Protocol):
-    """Whole-block reads from peers' slabs into ours."""
+    """Reads of blocks, or of a peer's share of their heads, from peers' slabs into ours."""
 
     def metadata(self) -> bytes:
         """What a peer needs to read from this slab."""

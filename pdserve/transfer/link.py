@@ -16,14 +16,11 @@ import enum
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from pdserve.request import BlockId
 from pdserve.transfer.base import Read, ReadDone, ReadFailed, ReadId, ReadQuiet, TransportEvent
+from pdserve.transfer.pieces import Pieces
 
-MAX_HANDLE_BYTES = 16 << 20
-MAX_HANDLE_DESCRIPTORS = 4096
 # Some transports copy inside `post`. Past this the rest waits for the next call, so that messages are never held up.
 POST_BUDGET_S = 0.004
 
@@ -53,7 +50,7 @@ class NotPosted(Exception):
 
 
 class Wire(Protocol[Handle]):
-    """One peer as a transport's technology sees it. Slabs are seen as pieces of `Pieces.piece_bytes`."""
+    """One peer as a transport's technology sees it. Both slabs are seen as the pieces of one `Pieces`."""
 
     def post(self, sources: list[int], destinations: list[int]) -> tuple[Handle, Sighting]:
         """Start pulling the peer's pieces into ours. Raises NotPosted when nothing was started."""
@@ -69,36 +66,6 @@ class Wire(Protocol[Handle]):
 
     def destroy(self) -> None:
         """Destroy whatever posts; when it returns nothing can write here any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """How blocks are cut for the wire: a block is `per_block` equal pieces, since one may be too big for a handle."""
-
-    num_blocks: int
-    block_bytes: int
-
-    @property
-    def per_block(self) -> int:
-        fewest = -(-self.block_bytes // MAX_HANDLE_BYTES)
-        return next(pieces for pieces in count(fewest) if self.block_bytes % pieces == 0)
-
-    @property
-    def piece_bytes(self) -> int:
-        return self.block_bytes // self.per_block
-
-    @property
-    def max_bytes_in_flight(self) -> int:
-        return self.num_blocks * self.block_bytes // 4  # R6
-
-    @property
-    def max_per_handle(self) -> int:
-        most_bytes = min(MAX_HANDLE_BYTES, self.max_bytes_in_flight)
-        return max(1, min(most_bytes // self.piece_bytes, MAX_HANDLE_DESCRIPTORS))
-
-    def of_blocks(self, blocks: tuple[BlockId, ...]) -> list[int]:
-        per_block = self.per_block
-        return [block * per_block + piece for block in blocks for piece in range(per_block)]
 
 
 @dataclass(slots=True, eq=False)
@@ -223,22 +190,24 @@ class PeerLink(Generic[Handle]):
                 return
 
     def _has_room_for(self, read: _Open) -> bool:
-        num_pieces = min(self.pieces.max_per_handle, len(read.sources) - read.num_taken)
-        next_bytes = num_pieces * self.pieces.piece_bytes
+        next_bytes = self.pieces.num_bytes(read.num_taken, self._end_of_next(read))
         return not self._handles or self._bytes_in_flight + next_bytes <= self.pieces.max_bytes_in_flight
 
+    def _end_of_next(self, read: _Open) -> int:
+        return self.pieces.handle_end(read.num_taken, len(read.sources))
+
     def _post_next(self, read: _Open) -> None:
-        taken = slice(read.num_taken, read.num_taken + self.pieces.max_per_handle)
-        sources, destinations = read.sources[taken], read.destinations[taken]
-        if read.num_taken == 0:
+        start, end = read.num_taken, self._end_of_next(read)
+        sources, destinations = read.sources[start:end], read.destinations[start:end]
+        if start == 0:
             read.first_post_s = self.clock()
         try:
             handle, sighting = self.wire.post(sources, destinations)
         except NotPosted as error:
             self._fail(read, str(error))
             return
-        posted = _Posted(handle, read, len(sources) * self.pieces.piece_bytes)
-        read.num_taken += len(sources)
+        posted = _Posted(handle, read, self.pieces.num_bytes(start, end))
+        read.num_taken = end
         read.num_open_handles += 1
         self._bytes_in_flight += posted.num_bytes
         self._handles.append(posted)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from pdserve.errors import PeerError
+from pdserve.kv.head_ranges import whole_block
 from pdserve.transfer.base import (
     Command,
     Connect,
@@ -25,8 +26,9 @@ from pdserve.transfer.base import (
     ReadFailed,
     TransportEvent,
 )
-from pdserve.transfer.link import HandleState, PeerLink, Pieces, Wire
+from pdserve.transfer.link import HandleState, PeerLink, Wire
 from pdserve.transfer.metadata import SlabMetadata, decode_metadata
+from pdserve.transfer.pieces import Pieces
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -39,8 +41,8 @@ class Fabric(Protocol[Handle]):
     def metadata(self) -> SlabMetadata:
         """What a peer needs to read from our slab."""
 
-    def connect(self, peer: PeerId, metadata: SlabMetadata) -> Wire[Handle]:
-        """A wire of its own to one peer. Raises PeerError when the metadata leads nowhere."""
+    def connect(self, peer: PeerId, metadata: SlabMetadata, pieces: Pieces) -> Wire[Handle]:
+        """A wire of its own to one peer, for these pieces. Raises PeerError when the metadata leads nowhere."""
 
     def progress(self) -> None:
         """Serve peers that read from us."""
@@ -71,7 +73,8 @@ class LinkedTransport(Generic[Handle]):
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         self._fabric = fabric
-        self._pieces = Pieces(num_blocks, block_bytes)
+        self._num_blocks = num_blocks
+        self._block_bytes = block_bytes
         self._clock = clock
         self._connect_timeout_s = connect_timeout_s
         self._warming: dict[PeerId, _Warming[Handle]] = {}
@@ -134,19 +137,30 @@ class LinkedTransport(Generic[Handle]):
     def _connect(self, command: Connect) -> None:
         peer = command.peer
         assert not self._is_closed, f"{peer} connected on a closed transport"
+        pieces = self._pieces(command)
         if peer in self._warming:  # its answer is on the way
+            self._check_map(self._warming[peer].link, pieces)
             return
         if peer in self._links:
+            self._check_map(self._links[peer], pieces)
             self._told.append(Connected(peer, self._num_source_blocks[peer]))
             return
         try:
-            metadata = decode_metadata(command.metadata, block_bytes=self._pieces.block_bytes)
-            wire = self._fabric.connect(peer, metadata)
+            metadata = decode_metadata(command.metadata, block_bytes=pieces.block_map.source_block_bytes)
+            wire = self._fabric.connect(peer, metadata, pieces)
         except PeerError as error:
             self._told.append(ConnectFailed(peer, error.message))
             return
-        link = PeerLink(wire, self._pieces, self._clock)
+        link = PeerLink(wire, pieces, self._clock)
         self._warming[peer] = _Warming(link, metadata.num_blocks, self._clock() + self._connect_timeout_s)
+
+    def _pieces(self, command: Connect) -> Pieces:
+        block_map = command.block_map or whole_block(self._block_bytes)
+        assert block_map.block_bytes == self._block_bytes, f"{block_map} is not into blocks of {self._block_bytes}"
+        return Pieces(self._num_blocks, block_map)
+
+    def _check_map(self, link: PeerLink[Handle], pieces: Pieces) -> None:
+        assert link.pieces.block_map == pieces.block_map, f"a pair's block map is for life: {pieces.block_map}"
 
     def _warm(self, peer: PeerId) -> None:
         warming = self._warming[peer]
@@ -170,7 +184,7 @@ class LinkedTransport(Generic[Handle]):
             return
         assert len(read.sources) == len(read.destinations) > 0, f"read {read.read_id}: empty, or lists differ"
         assert all(0 <= block < self._num_source_blocks[read.peer] for block in read.sources), read.sources
-        assert all(0 <= block < self._pieces.num_blocks for block in read.destinations), read.destinations
+        assert all(0 <= block < self._num_blocks for block in read.destinations), read.destinations
         link.submit(read)
 
     def _advance(self, peer: PeerId) -> None:

@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from pdserve.errors import PeerError
 from pdserve.transfer.base import PeerId
-from pdserve.transfer.link import HandleState, Pieces, Sighting
+from pdserve.transfer.link import HandleState, Sighting
 from pdserve.transfer.linked import CONNECT_TIMEOUT_S, LinkedTransport
 from pdserve.transfer.metadata import SlabMetadata
+from pdserve.transfer.pieces import Pieces
 
 Slab = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
 
@@ -123,10 +124,14 @@ class LoopbackWire:
             return Sighting(HandleState.DONE)
 
     def _land(self, handle: LoopbackHandle, source: Slab) -> None:
-        if handle.destination is not None:
-            piece_bytes = self.pieces.piece_bytes
-            into = handle.destination.reshape(-1, piece_bytes)
-            into[handle.destinations] = source.reshape(-1, piece_bytes)[handle.sources]
+        if handle.destination is None:
+            return
+        for from_piece, to_piece in zip(handle.sources, handle.destinations, strict=True):
+            block, index = divmod(from_piece, self.pieces.per_block)
+            run = self.pieces.runs[index]
+            moved = source[block, run.source_offset : run.source_offset + run.num_bytes]
+            block, start = to_piece // self.pieces.per_block, run.destination_offset
+            handle.destination[block, start : start + run.num_bytes] = moved
 
     def release(self, handle: LoopbackHandle) -> None:
         """Nothing is kept for a handle."""
@@ -146,14 +151,13 @@ class LoopbackFabric:
         num_blocks, block_bytes = self._slab.shape
         return SlabMetadata(self._name.encode(), 0, num_blocks, block_bytes)
 
-    def connect(self, peer: PeerId, metadata: SlabMetadata) -> LoopbackWire:
+    def connect(self, peer: PeerId, metadata: SlabMetadata, pieces: Pieces) -> LoopbackWire:
         peer_name = metadata.agent.decode(errors="replace")
         with self._network.lock:
             slab = self._network.slab_of(peer_name)
         if slab is None or slab.shape != (metadata.num_blocks, metadata.block_bytes):
             raise PeerError(f"{peer}'s transfer metadata was refused: no {peer_name!r} with such a slab")
-        num_blocks, block_bytes = self._slab.shape
-        return LoopbackWire(self._network, peer_name, self._slab, Pieces(num_blocks, block_bytes))
+        return LoopbackWire(self._network, peer_name, self._slab, pieces)
 
     def progress(self) -> None:
         """A loopback read needs nothing of its source."""

@@ -27,7 +27,7 @@ class SlabMetadata(msgspec.Struct, frozen=True):
 
 
 def decode_metadata(encoded: bytes, *, block_bytes: int) -> SlabMetadata:
-    """A peer's metadata, fit to be read by a node whose blocks take `block_bytes`.
+    """A peer's metadata, fit to be read by a node that expects its blocks to take `block_bytes`.
 
     Raises ProtocolError when it is not metadata of this version, PeerMismatch when the blocks differ in size.
     """

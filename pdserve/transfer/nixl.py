@@ -29,12 +29,15 @@ from nixl_cu12._bindings import nixlRemoteDisconnectError
 
 from pdserve.errors import PeerError
 from pdserve.transfer.base import PeerId
-from pdserve.transfer.link import HandleState, NotPosted, Pieces, Sighting
+from pdserve.transfer.link import HandleState, NotPosted, Sighting
 from pdserve.transfer.linked import CONNECT_TIMEOUT_S, LinkedTransport
 from pdserve.transfer.metadata import SlabMetadata
+from pdserve.transfer.pieces import MAX_HANDLE_BYTES, Pieces
 
 # It announces each agent on standard output, which belongs to the command that runs.
 logging.getLogger("nixl").setLevel(logging.WARNING)
+
+_Table = npt.NDArray[np.uint64]
 
 HOST_MEMORY = "DRAM"
 STATES = {"DONE": Sighting(HandleState.DONE), "PROC": Sighting(HandleState.POSTED)}
@@ -47,14 +50,21 @@ def _new_agent(name: str, regions: list[tuple[int, int]]) -> nixl_agent:
     return agent
 
 
-def _descriptors(base: int, pieces: Pieces, device_id: int = 0) -> npt.NDArray[np.uint64]:
-    """[num_pieces, 3] uint64: address, bytes, device of every piece of a slab."""
-    num_pieces = pieces.num_blocks * pieces.per_block
-    table = np.empty((num_pieces, 3), np.uint64)
-    table[:, 0] = np.uint64(base) + np.arange(num_pieces, dtype=np.uint64) * np.uint64(pieces.piece_bytes)
-    table[:, 1] = pieces.piece_bytes
-    table[:, 2] = device_id
-    return table
+def _descriptors(blocks: npt.NDArray[np.uint64], spans: list[tuple[int, int]], device_id: int) -> _Table:
+    """[num_blocks * per_block, 3] uint64: address, bytes, device of every piece of a slab.
+
+    blocks: [num_blocks], the address of each. spans: (offset in a block, bytes) of a block's pieces.
+    """
+    table = np.empty((len(blocks), len(spans), 3), np.uint64)
+    offsets, num_bytes = np.array(spans, np.uint64).T
+    table[:, :, 0] = blocks[:, None] + offsets
+    table[:, :, 1] = num_bytes
+    table[:, :, 2] = device_id
+    return table.reshape(-1, 3)
+
+
+def _addresses(base: int, num_blocks: int, block_bytes: int) -> npt.NDArray[np.uint64]:
+    return np.uint64(base) + np.arange(num_blocks, dtype=np.uint64) * np.uint64(block_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -142,39 +152,40 @@ def _named(error: Exception) -> str:
 class NixlFabric:
     """Our slab, registered with one serving agent for peers and with one more agent a peer that we read from."""
 
-    def __init__(self, name: str, slab_ptr: int, pieces: Pieces) -> None:
+    def __init__(self, name: str, slab_ptr: int, num_blocks: int, block_bytes: int) -> None:
         self._name = name
-        self._slab_ptr = slab_ptr
-        self._pieces = pieces
-        self._scratch = np.empty(pieces.piece_bytes, np.uint8)  # warm-up reads of all peers land here
+        self._slab = (slab_ptr, num_blocks * block_bytes)
+        self._blocks = _addresses(slab_ptr, num_blocks, block_bytes)
+        # Warm-up reads of all peers land here.
+        self._scratch = np.empty(min(block_bytes, MAX_HANDLE_BYTES), np.uint8)
         self._numbers = count()
-        self._serving: nixl_agent | None = _new_agent(name, [(slab_ptr, pieces.num_blocks * pieces.block_bytes)])
-        self._metadata = SlabMetadata(
-            self._serving.get_agent_metadata(), slab_ptr, pieces.num_blocks, pieces.block_bytes
-        )
+        self._serving: nixl_agent | None = _new_agent(name, [self._slab])
+        self._metadata = SlabMetadata(self._serving.get_agent_metadata(), slab_ptr, num_blocks, block_bytes)
 
     def metadata(self) -> SlabMetadata:
         return self._metadata
 
-    def connect(self, peer: PeerId, metadata: SlabMetadata) -> NixlWire:
-        pieces = self._pieces
-        regions = [(self._slab_ptr, pieces.num_blocks * pieces.block_bytes), (self._address, pieces.piece_bytes)]
+    def connect(self, peer: PeerId, metadata: SlabMetadata, pieces: Pieces) -> NixlWire:
+        regions = [self._slab, (self._address, len(self._scratch))]
         agent = _new_agent(f"{self._name}-{next(self._numbers)}-{peer}", regions)
         try:
-            return self._prepare(agent, metadata)
+            return self._prepare(agent, metadata, pieces)
         except Exception as error:  # the peer's bytes were handed to native code, whose exceptions have no base
             raise PeerError(f"{peer}'s transfer metadata was refused: {_named(error)}") from None
 
-    def _prepare(self, agent: nixl_agent, metadata: SlabMetadata) -> NixlWire:
+    def _prepare(self, agent: nixl_agent, metadata: SlabMetadata, pieces: Pieces) -> NixlWire:
         remote = agent.add_remote_agent(metadata.agent)
         remote = remote.decode() if isinstance(remote, bytes) else remote
-        theirs = Pieces(metadata.num_blocks, metadata.block_bytes)
-        table = _descriptors(metadata.base, theirs, metadata.device_id)
-        local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", _descriptors(self._slab_ptr, self._pieces), HOST_MEMORY)
-        peer_pieces = agent.prep_xfer_dlist(remote, table, HOST_MEMORY)
+        ours = _descriptors(self._blocks, [(run.destination_offset, run.num_bytes) for run in pieces.runs], 0)
+        their_blocks = _addresses(metadata.base, metadata.num_blocks, metadata.block_bytes)
+        spans = [(run.source_offset, run.num_bytes) for run in pieces.runs]
+        theirs = _descriptors(their_blocks, spans, metadata.device_id)
+        local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", ours, HOST_MEMORY)
+        peer_pieces = agent.prep_xfer_dlist(remote, theirs, HOST_MEMORY)
+        num_bytes = min(pieces.runs[0].num_bytes, len(self._scratch))
         warm_up = (
-            agent.get_xfer_descs([(self._address, theirs.piece_bytes, 0)], HOST_MEMORY),
-            agent.get_xfer_descs([(metadata.base, theirs.piece_bytes, metadata.device_id)], HOST_MEMORY),
+            agent.get_xfer_descs([(self._address, num_bytes, 0)], HOST_MEMORY),
+            agent.get_xfer_descs([(metadata.base, num_bytes, metadata.device_id)], HOST_MEMORY),
         )
         return NixlWire(agent, remote, local, peer_pieces, warm_up)
 
@@ -206,5 +217,5 @@ class NixlTransport(LinkedTransport[NixlHandle]):
         clock: Callable[[], float] = time.monotonic,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
-        fabric = NixlFabric(name, slab_ptr, Pieces(num_blocks, block_bytes))
+        fabric = NixlFabric(name, slab_ptr, num_blocks, block_bytes)
         super().__init__(fabric, num_blocks, block_bytes, clock=clock, connect_timeout_s=connect_timeout_s)

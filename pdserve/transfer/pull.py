@@ -63,6 +63,13 @@ class PullSource:
 
 
 @dataclass(frozen=True, slots=True)
+class PullChunkRead:
+    """A read of an open transfer is done, and more is to come."""
+
+    transfer_id: TransferId
+
+
+@dataclass(frozen=True, slots=True)
 class PullComplete:
     """Every rank is covered and read: ask for the confirmation. elapsed_s: time on the wire, summed over the reads."""
 
@@ -95,7 +102,7 @@ class PullQuiet:
     transfer_id: TransferId
 
 
-PullEvent = PullComplete | PullCommitted | PullFailed | PullQuiet
+PullEvent = PullChunkRead | PullComplete | PullCommitted | PullFailed | PullQuiet
 
 
 @dataclass(slots=True)
@@ -267,7 +274,7 @@ class PullTable:
         if pull.state is PullState.DRAINING:
             return self._if_quiet(pull)
         if not pull.is_read:
-            return []
+            return [PullChunkRead(pull.transfer_id)]
         pull.step(PullStep.READ_ALL)
         return [PullComplete(pull.transfer_id, pull.num_bytes, pull.num_reads, pull.num_descriptors, pull.elapsed_s)]
 

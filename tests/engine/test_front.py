@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from pdserve.engine import launch
+from pdserve.engine import front, launch
 from pdserve.engine.channel import FrontChannel, RankChannel
 from pdserve.engine.front import LocalTokens, Rank
 from pdserve.engine.launch import RankProcess, RankSpec, TransportSpec, read_spec
@@ -25,6 +26,8 @@ from pdserve.engine.messages import (
     LoadReport,
     Output,
     Outputs,
+    Ping,
+    Pong,
     Ready,
     StartFailed,
     Submit,
@@ -67,15 +70,21 @@ class ByHand:
 @pytest.fixture
 async def by_hand(sockets: Path) -> AsyncIterator[ByHand]:
     loop, transport = f"ipc://{sockets}/loop", f"ipc://{sockets}/transport"
-    front: FrontChannel[FromRank, ToRank] = FrontChannel(loop, FromRank)
+    to_loop: FrontChannel[FromRank, ToRank] = FrontChannel(loop, FromRank)
     beside: FrontChannel[FromTransport, ToTransport] = FrontChannel(transport, FromTransport)
     hand = ByHand(
-        Rank(front, max_live=2, transport=beside), RankChannel(loop, ToRank), RankChannel(transport, ToTransport)
+        Rank(to_loop, max_live=2, transport=beside), RankChannel(loop, ToRank), RankChannel(transport, ToTransport)
     )
     yield hand
     hand.loop.close()
     hand.transport.close()
     await hand.rank.stop()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not is_so():  # noqa: ASYNC110 - nothing would set an event for it
+            await asyncio.sleep(0)
 
 
 def request(name: str) -> TokenRequest:
@@ -230,6 +239,46 @@ async def test_a_message_that_cannot_be_handled_loses_the_rank_and_fails_its_req
     by_hand.rank.close(RequestId("a"), is_over=False)
     by_hand.rank.tell_transport(ExpectPeer())
     assert by_hand.transport.receive_all() == []
+
+
+# ---------------------------------------------------------------- life
+
+
+async def test_a_loop_that_goes_round_answers_one_question_at_a_time(by_hand: ByHand) -> None:
+    await by_hand.ready()
+    for _ in range(3):
+        by_hand.rank.ask_for_life()
+    await by_hand.hear(Ping)
+    by_hand.loop.send(Pong(num_tokens_computed=70))
+    await until(lambda: by_hand.rank.num_tokens_computed == 70)
+    assert not any(isinstance(message, Ping) for message in by_hand.heard + by_hand.loop.receive_all())
+    by_hand.rank.ask_for_life()
+    await by_hand.hear(Ping)
+
+
+async def test_whatever_the_loop_says_is_a_sign_of_life_and_what_its_transport_says_is_none(
+    by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await by_hand.ready()
+    later_s = 0.0
+    monkeypatch.setattr(front, "monotonic", lambda: time.monotonic() + later_s)
+    assert by_hand.rank.has_shown_life(within_s=100)
+    later_s = 200.0
+    heard: list[object] = []
+    by_hand.rank.on_transport = heard.append
+    by_hand.transport.send(LeaseOpened(LeaseId("a")))
+    await until(lambda: bool(heard))
+    assert not by_hand.rank.has_shown_life(within_s=100)
+    by_hand.loop.send(Outputs([]))
+    await until(lambda: by_hand.rank.has_shown_life(within_s=100))
+
+
+async def test_a_lost_rank_is_asked_nothing(by_hand: ByHand) -> None:
+    await by_hand.ready()
+    by_hand.rank._on_lost("it ended")
+    by_hand.rank.ask_for_life()
+    by_hand.rank.close(RequestId("nobody"), is_over=True)
+    assert by_hand.loop.receive_all() == []
 
 
 # ---------------------------------------------------------------- processes

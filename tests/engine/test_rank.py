@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engine.messages import Abort, AskLoad, LoadReport, Outputs
+from pdserve.engine.messages import Abort, AskLoad, LoadReport, Outputs, Ping, Pong
 from pdserve.request import BlockId, FinishReason, RequestId
 from pdserve.rpc.fake import EOS
 from tests.engine.loops import Loop, expected, running, tokens
@@ -49,6 +49,25 @@ def test_prompt_log_probabilities_come_with_the_first_token_alone(loop: Loop) ->
     assert [len(output.prompt_logprobs or ()) for output in outputs] == [199, 0, 0]
     assert [output.prompt_logprobs is None for output in outputs] == [False, True, True]
     assert all(len(output.logprobs) == 1 for output in outputs)
+
+
+def test_a_loop_answers_between_rounds_with_the_prompt_tokens_it_has_computed(loop: Loop) -> None:
+    loop.front.send(Ping())
+    assert loop.front.hear(Pong) == Pong(0)
+    loop.submit("a", [1] * 200, 3)
+    loop.until_over("a")
+    loop.front.send(Ping())
+    assert loop.front.hear(Pong) == Pong(200)
+
+
+def test_a_loop_in_a_forward_answers_nothing_until_it_is_through(loop: Loop) -> None:
+    loop.inside.runner.hold()
+    loop.submit("a", [1] * 20, 1)
+    loop.until_held()
+    loop.front.send(Ping())
+    assert not any(isinstance(message, Pong) for message in loop.front.seen)
+    loop.inside.runner.release()
+    assert loop.front.hear(Pong) == Pong(20), "it was answered after the forward that it waited for"
 
 
 REFUSED = {

@@ -131,7 +131,8 @@ def test_a_rank_is_ready_after_a_real_forward_and_leaves_on_stop(
     assert run_and_stop(front, spec(directory, sockets), monkeypatch) == 0
     ready = front.hear(Ready)
     stages = [(said.stage, said.done, said.total) for said in front.seen if isinstance(said, Loading)]
-    assert stages == [("loading weights", 1, 1), ("warming up", 1, 2), ("warming up", 2, 2)]
+    assert stages == [("loading weights", 1, 1), *(("warming up", done, 3) for done in (1, 2, 3))]
+    assert ready.longest_chunk_s > 0
     assert (ready.num_blocks, ready.max_model_len, ready.vocab_size, ready.eos_token_ids) == (16, 512, 300, (299,))
     assert (ready.fingerprint.architecture, ready.fingerprint.block_size) == ("LlamaForCausalLM", 64)
     assert ready.fingerprint.model_revision

@@ -27,6 +27,7 @@ from pdserve.engine.messages import (
     OpenPull,
     PeerConnected,
     PeerUnusable,
+    PullAdvanced,
     PullBroken,
     PullChunk,
     PullCommitted,
@@ -53,7 +54,15 @@ REQUEST = RequestId(LEASE)
 class Harness:
     """The loop's side is `thread`, the front's `front`; `there` is a peer's slab on the network."""
 
-    def __init__(self, front: OtherEnd, endpoint: str, *, lease_s: float = 30.0, quarantine_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        front: OtherEnd,
+        endpoint: str,
+        *,
+        lease_s: float = 30.0,
+        quarantine_s: float = 120.0,
+        has_checksums: bool = False,
+    ) -> None:
         self.front = front
         self.network = LoopbackNetwork()
         self.here = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
@@ -72,6 +81,7 @@ class Harness:
             lease_s=lease_s,
             quarantine_s=quarantine_s,
             generation=self.generations.__getitem__,
+            hashed_slab=self.here if has_checksums else None,
         )
         self.thread.start()
         self._is_closed = False
@@ -117,10 +127,10 @@ def harness(sockets: Path) -> Iterator[Harness]:
 
 
 @contextmanager
-def running(sockets: Path, **times: float) -> Iterator[Harness]:
+def running(sockets: Path, *, has_checksums: bool = False, **times: float) -> Iterator[Harness]:
     endpoint = f"ipc://{sockets}/transport"
     with other_end(endpoint, FromTransport) as front:
-        harness = Harness(front, endpoint, **times)
+        harness = Harness(front, endpoint, has_checksums=has_checksums, **times)
         try:
             yield harness
         finally:
@@ -202,7 +212,9 @@ def test_a_lease_that_nobody_renews_is_revoked(sockets: Path) -> None:
 def test_a_pull_is_committed_once_everything_is_read_and_confirmed(harness: Harness) -> None:
     harness.connect()
     harness.open_pull()
-    harness.front.send(chunk(0, 0, 4, 3), chunk(1, 4, 8, 5))
+    harness.front.send(chunk(0, 0, 4, 3))
+    assert harness.front.hear(PullAdvanced) == PullAdvanced(TRANSFER), "the front hears that it comes forward"
+    harness.front.send(chunk(1, 4, 8, 5))
     finished = harness.front.hear(PullFinished)
     assert (finished.num_bytes, finished.num_reads, finished.num_descriptors) == (2 * BLOCK_BYTES, 2, 2)
     assert harness.here[[8, 9], 0].tolist() == [3, 5]

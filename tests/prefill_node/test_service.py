@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
+from pdserve.engine import front
 from pdserve.engine.channel import FrontChannel, RankChannel, private_directory
 from pdserve.engine.front import Rank
 from pdserve.engine.messages import (
@@ -17,6 +19,7 @@ from pdserve.engine.messages import (
     FromTransport,
     LeaseOpened,
     Output,
+    Pong,
     Ready,
     Submit,
     ToRank,
@@ -24,10 +27,11 @@ from pdserve.engine.messages import (
 )
 from pdserve.kv.layout import Fingerprint
 from pdserve.request import BlockId, LeaseId, RequestId, SamplingParams
-from pdserve.rpc.handoff import Accepted, ChunkReady, Description, FirstToken, RequestKey, Start
+from pdserve.rpc.handoff import Accepted, ChunkReady, Computing, Description, FirstToken, Renew, RequestKey, Start
 from pdserve.rpc.handoff_codec import decode_to_decode, encode_to_prefill
 from pdserve.v1 import handoff_pb2 as pb
-from prefill_node.service import HandoffServicer
+from prefill_node import service
+from prefill_node.service import Handoff, HandoffServicer
 
 LIMIT_S = 20.0
 FINGERPRINT = Fingerprint(1, "LlamaForCausalLM", "r0", "float32", 16, 2, 2, 16, 288)
@@ -71,10 +75,15 @@ async def by_hand() -> AsyncIterator[ByHand]:
         await hand.rank.stop()
 
 
+async def start_alone() -> AsyncIterator[pb.PrefillRequest]:
+    key = RequestKey("decode-life", RequestId("r"), attempt=0)
+    yield encode_to_prefill(Start("life-1", key, 0, (1, 2, 3), SamplingParams(4), 0, FINGERPRINT))
+
+
 async def requests() -> AsyncIterator[pb.PrefillRequest]:
     """A Start, and then silence."""
-    key = RequestKey("decode-life", "r", attempt=0)
-    yield encode_to_prefill(Start("life-1", key, 0, (1, 2, 3), SamplingParams(4), 0, FINGERPRINT))
+    async for request in start_alone():
+        yield request
     await asyncio.Event().wait()
 
 
@@ -92,3 +101,54 @@ async def test_the_lease_is_told_before_the_first_token_whichever_came_first(by_
             said = [decode_to_decode(await response) for response in (first, anext(responses), anext(responses))]
     assert said[0] == Accepted(lease, num_ranks=1)
     assert {type(message) for message in said[1:]} == {ChunkReady, FirstToken}
+
+
+async def test_a_prefill_node_tells_of_progress_for_as_long_as_its_loop_shows_life(
+    by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk of its longest may pass without a word; three of them may not."""
+    servicer = HandoffServicer(by_hand.rank, replace(P, longest_chunk_s=20.0))
+    handoff = Handoff(LeaseId("a"), is_accepted=True, num_tokens_done=64)
+    later_s = 0.0
+    monkeypatch.setattr(front, "monotonic", lambda: time.monotonic() + later_s)
+    for later_s, expected in ((0.0, Computing(64)), (50.0, Computing(64)), (70.0, None)):  # noqa: B007
+        assert servicer._progress(handoff) == expected
+    by_hand.loop.send(Pong(512))
+    async with asyncio.timeout(LIMIT_S):
+        while (said := servicer._progress(handoff)) is None:  # noqa: ASYNC110 - nothing would set an event for it
+            await asyncio.sleep(0)
+    assert said == Computing(64, rank_tokens_computed=512)
+
+
+async def test_without_long_chunks_a_third_of_the_lease_is_how_long_a_loop_may_be_silent(
+    by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servicer = HandoffServicer(by_hand.rank, replace(P, lease_s=30.0))
+    handoff = Handoff(LeaseId("a"), is_accepted=True)
+    start_s = time.monotonic()
+    monkeypatch.setattr(front, "monotonic", lambda: start_s + 9.9)
+    assert servicer._progress(handoff) is not None
+    monkeypatch.setattr(front, "monotonic", lambda: start_s + 10.1)
+    assert servicer._progress(handoff) is None
+
+
+async def test_what_decode_says_does_not_keep_a_prefill_node_from_telling_of_progress(
+    by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Renewals of a short lease come more often than progress does."""
+    monkeypatch.setattr(service, "PROGRESS_S", 0.05)
+    servicer = HandoffServicer(by_hand.rank, P)
+
+    async def renewing() -> AsyncIterator[pb.PrefillRequest]:
+        async for request in start_alone():
+            yield request
+        lease = LeaseId(await by_hand.submitted())
+        by_hand.rank.deliver(RequestId(lease), LeaseOpened(lease))
+        while True:
+            yield encode_to_prefill(Renew(lease))
+            await asyncio.sleep(0)
+
+    async with aclosing(servicer.Prefill(renewing(), None)) as responses:  # type: ignore[arg-type]
+        async with asyncio.timeout(LIMIT_S):
+            said = [decode_to_decode(await anext(responses)) for _ in range(4)]
+    assert [type(message) for message in said] == [Accepted, Computing, Computing, Computing]

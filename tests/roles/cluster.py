@@ -110,7 +110,12 @@ class Cluster:
         size = size or Size()
         name = f"{role}{next(self.names)}"
         args = ServerArgs(
-            model="fake", role=role, port=settings.pop("port", 0), max_num_seqs=size.num_slots, kv_lease_s=size.lease_s
+            model="fake",
+            role=role,
+            port=settings.pop("port", 0),
+            max_num_seqs=size.num_slots,
+            kv_lease_s=size.lease_s,
+            kv_checksum=size.has_checksums,
         )
         for key, value in settings.items():
             setattr(args, key, value)

@@ -25,6 +25,7 @@ from pdserve.scheduler.scheduler import Scheduler
 from pdserve.transfer.base import Command, TransportEvent
 from pdserve.transfer.loopback import LoopbackNetwork, LoopbackTransport
 from tests.roles.journal import LIMIT_S, Journal
+from tests.roles.sampling_runner import SamplingRunner
 
 VOCAB_SIZE = 258
 BANNED = (EOS,)
@@ -148,6 +149,9 @@ class Size:
     num_host_blocks: int = 0
     gate: tuple[int, int, int | None] | None = None
     cadence: CadenceLimits | None = None
+    longest_chunk_s: float = 0.0
+    has_checksums: bool = False
+    has_sampler: bool = False
 
 
 @dataclass
@@ -170,8 +174,7 @@ class RankThread:
         self.storage = KVStorage(LAYOUT, self.size.num_blocks)
         # Slabs come with whatever the memory held; a test has to fail the same way each time.
         self.storage.slab.fill_(0xA5)
-        fake = FakeRunner(self.storage, VOCAB_SIZE, self.size.num_slots, self.size.max_model_len, BANNED)
-        self.runner = HeldRunner(self.name, fake, self.journal)
+        self.runner = HeldRunner(self.name, self._fake(), self.journal)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=self.size.num_blocks,
@@ -188,6 +191,12 @@ class RankThread:
             )
         )
         self._thread = threading.Thread(target=self._run, name=f"{self.name} loop", daemon=True)
+
+    def _fake(self) -> FakeRunner:
+        size = self.size
+        if size.has_sampler:
+            return SamplingRunner(self.storage, VOCAB_SIZE, size.num_slots, size.max_model_len, EOS)
+        return FakeRunner(self.storage, VOCAB_SIZE, size.num_slots, size.max_model_len, BANNED)
 
     def start(self) -> None:
         self._thread.start()
@@ -212,6 +221,7 @@ class RankThread:
                 eos_token_ids=(EOS,),
                 fingerprint=fingerprint(self.size.model_revision),
                 transport_metadata=metadata,
+                longest_chunk_s=self.size.longest_chunk_s,
             )
         )
         try:
@@ -245,6 +255,7 @@ class RankThread:
             lease_s=self.size.lease_s,
             quarantine_s=self.size.quarantine_s,
             generation=self.scheduler.generation,
+            hashed_slab=self.storage.slab.numpy() if self.size.has_checksums else None,
         )
 
 

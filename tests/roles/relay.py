@@ -17,6 +17,7 @@ from pdserve.rpc.handoff_codec import (
     decode_description,
     decode_to_decode,
     decode_to_prefill,
+    encode_describe,
     encode_to_decode,
     encode_to_prefill,
 )
@@ -46,7 +47,8 @@ class Asked:
 class Relay(handoff_pb2_grpc.HandoffServicer):
     """change: what becomes of each message from P to D; an exception breaks the stream there.
 
-    is_deaf_to: what D says of this kind is lost. is_deaf: nothing D says is even read.
+    is_deaf_to: what D says of this kind is lost. is_deaf: nothing D says is even read. redescribe: what becomes of P's
+    description. reask: what P is asked instead of D's question.
     """
 
     def __init__(self, target: str, journal: Journal) -> None:
@@ -54,13 +56,19 @@ class Relay(handoff_pb2_grpc.HandoffServicer):
         self.is_deaf_to: type[ToPrefill] | None = None
         self.is_deaf = False
         self.max_prompt_tokens: int | None = None
+        self.redescribe: Callable[[pb.DescribeResponse], None] = lambda _: None
+        self.reask: Callable[[pb.DescribeRequest], pb.DescribeRequest] = lambda request: request
         self.address = ""
         self._journal = journal
         self._channel = grpc.aio.insecure_channel(target)
         self._stub = stub_of(self._channel)
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
-        described = await self._stub.Describe(request)
+        try:
+            described = await self._stub.Describe(self.reask(request))
+        except grpc.aio.AioRpcError as error:
+            await context.abort(error.code(), error.details())
+        self.redescribe(described)
         if self.max_prompt_tokens is not None:
             described.max_prompt_tokens = self.max_prompt_tokens
         return described
@@ -164,7 +172,7 @@ class DecodeByHand:
         self.stub = stub_of(self.channel)
 
     async def describe(self) -> Description:
-        return decode_description(await self.stub.Describe(pb.DescribeRequest()))
+        return decode_description(await self.stub.Describe(encode_describe()))
 
     async def start_of(self, prompt: Sequence[int], name: str = "by-hand") -> Start:
         description = await self.describe()

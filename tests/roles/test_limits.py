@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
+import grpc
 import pytest
+from google.rpc.error_details_pb2 import RetryInfo  # type: ignore[import-untyped]
+from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
 
 from pdserve.config import DecodeFallback, Role
 from pdserve.errors import DeadlineExceeded, NotReady, PeerError, QueueFull, WrongRole
 from pdserve.request import FinishReason
 from pdserve.rpc.handoff import Accepted, ChunkReady, Computing, FirstToken, Queued, Start
+from pdserve.v1 import inference_pb2, inference_pb2_grpc
 from prefill_node import service
 from tests.roles.cluster import Cluster, Node, Pair, answer_to, ask, prompt_of, settle, until, until_load
 from tests.roles.inside import BLOCK_SIZE, CHUNK, Held, Size
@@ -64,10 +69,44 @@ async def test_a_prefill_node_without_room_leaves_the_prompt_to_the_decode_node(
     prefill.runner.hold()
     first = asyncio.create_task(ask(decode, PROMPT))
     await nodes.journal.first(Held)
-    assert (await ask(decode, prompt_of(70))).placement == "local;reason=transfer_failed"
+    assert (await ask(decode, prompt_of(70))).placement == "local;reason=peer_busy"
     prefill.runner.release()
     assert (await first).placement == f"remote;peer={prefill.address}"
     await settle(prefill, decode)
+
+
+async def test_a_full_queue_says_at_once_when_to_come_again(nodes: Cluster) -> None:
+    """On both kinds of node, in the details that gRPC clients of every language can read."""
+    size = Size(num_slots=1)
+    prefill = await nodes.start_prefill(size, max_queued_requests=0)
+    decode = await nodes.decode_of(prefill.address, size=size, max_queued_requests=0)
+    prefill.runner.hold()
+    asking = asyncio.create_task(ask(decode, PROMPT))
+    await nodes.journal.first(Held)
+    async with decode_by_hand(prefill) as by_hand, grpc.aio.insecure_channel(decode.address) as channel:
+        stream = await by_hand.begin(PROMPT)
+        assert await stream.fate() == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "1 requests are running or queued, the limit is 1",
+        )
+        stub = cast("inference_pb2_grpc.InferenceAsyncStub", inference_pb2_grpc.InferenceStub(cast(Any, channel)))
+        request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=PROMPT))
+        answer = stub.Generate(request)
+        assert await answer.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in (stream.call, answer):
+            assert retry_delay_s(await call.trailing_metadata()) == 1.0
+    prefill.runner.release()
+    await asking
+    await settle(prefill, decode)
+
+
+def retry_delay_s(metadata: Any) -> float:
+    """Out of google.rpc.Status."""
+    status = Status.FromString(dict(metadata)["grpc-status-details-bin"])
+    (packed,) = [detail for detail in status.details if detail.Is(RetryInfo.DESCRIPTOR)]
+    retry = RetryInfo()
+    packed.Unpack(retry)
+    return float(retry.retry_delay.ToTimedelta().total_seconds())
 
 
 async def test_whoever_waits_at_the_prefill_node_hears_of_it(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +115,9 @@ async def test_whoever_waits_at_the_prefill_node_hears_of_it(nodes: Cluster, mon
     async with decode_by_hand(prefill) as decode:
         first = await decode.begin(prompt_of(6 * BLOCK_SIZE), "first")
         await first.hear(FirstToken)
-        assert (await first.hear(Computing)).num_tokens_done == 6 * BLOCK_SIZE
+        while (computing := await first.hear(Computing)).rank_tokens_computed == 0:
+            pass  # said before the loop was asked
+        assert computing == Computing(6 * BLOCK_SIZE, rank_tokens_computed=6 * BLOCK_SIZE)
         second = await decode.begin(prompt_of(6 * BLOCK_SIZE, 1), "second")
         assert (await second.hear(Queued)).num_ahead == 0
         third = await decode.begin(prompt_of(6 * BLOCK_SIZE, 2), "third")

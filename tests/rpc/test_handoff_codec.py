@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.errors import ProtocolError
+from pdserve.errors import PeerMismatch, ProtocolError
 from pdserve.kv.layout import Fingerprint
 from pdserve.request import BlockId, FinishReason, LeaseId, RequestId, SamplingParams, TokenLogprobs
+from pdserve.rpc import handoff
 from pdserve.rpc import handoff_codec as codec
 from pdserve.rpc.handoff import (
     Accepted,
@@ -28,7 +29,7 @@ from pdserve.v1 import handoff_pb2 as pb
 VOCAB = 1000
 FINGERPRINT = Fingerprint(1, "LlamaForCausalLM", "r1", "float32", 4, 2, 1, 8, VOCAB)
 START = Start("p1", RequestKey("d1", RequestId("a"), 0), 3, (1, 2, 3), SamplingParams(4), 0, FINGERPRINT)
-DESCRIPTION = Description("p1", "0.1.0", FINGERPRINT, 2, 100, 4096, (b"\x00\xff", b""), 8191, 32, 30.0)
+DESCRIPTION = Description("p1", "0.1.0", FINGERPRINT, 2, 100, 4096, (b"\x00\xff", b""), 8191, 32, 30.0, 1.5, True, 3, 0)
 
 names = st.text(min_size=1, max_size=12)
 counts = st.integers(0, 2**32 - 1)
@@ -65,6 +66,7 @@ starts = st.builds(
     num_cached_tokens=st.sampled_from([0, 4]),
     fingerprint=st.just(FINGERPRINT),
     time_left_s=st.none() | st.floats(0, 1e6),
+    priority=st.integers(-(2**31), 2**31 - 1),
 )
 chunks = st.builds(
     ChunkReady,
@@ -72,7 +74,8 @@ chunks = st.builds(
     seq=counts,
     first_token=st.integers(0, 99),
     end_token=st.integers(100, 200),
-    blocks=st.lists(counts.map(BlockId), min_size=1, max_size=4).map(tuple),
+    blocks=st.lists(counts.map(BlockId), min_size=3, max_size=3).map(tuple),
+    block_hashes=st.just(()) | st.tuples(*[st.integers(0, 2**64 - 1)] * 3),
 )
 first_tokens = st.builds(
     FirstToken,
@@ -88,8 +91,8 @@ to_prefill = st.one_of(
     starts, st.builds(Renew, leases), st.builds(Release, leases), st.builds(HandoffAbort, st.text(max_size=9))
 )
 to_decode = st.one_of(
-    st.builds(Queued, counts),
-    st.builds(Computing, counts),
+    st.builds(Queued, counts, st.integers(0, 2**64 - 1)),
+    st.builds(Computing, counts, st.integers(0, 2**64 - 1)),
     st.builds(Accepted, leases, st.integers(1, 64)),
     chunks,
     first_tokens,
@@ -154,6 +157,7 @@ def test_a_bad_start_is_a_protocol_error_that_names_the_field(start: Start, text
         pb.PrefillResponse(accepted=pb.Accepted(lease_id="l", ranks=0)),
         pb.PrefillResponse(chunk_ready=pb.ChunkReady(first_token=5, end_token=5, block_ids=[1])),
         pb.PrefillResponse(chunk_ready=pb.ChunkReady(first_token=0, end_token=5)),
+        pb.PrefillResponse(chunk_ready=pb.ChunkReady(end_token=5, block_ids=[1, 2], block_hashes=[1])),
     ],
 )
 def test_bad_words_of_a_prefill_node_are_protocol_errors(message: pb.PrefillResponse) -> None:
@@ -168,8 +172,34 @@ def test_bad_words_of_a_decode_node_are_protocol_errors(message: pb.PrefillReque
 
 
 @pytest.mark.parametrize(
-    "description", [replace(DESCRIPTION, rank_metadata=()), replace(DESCRIPTION, lease_s=math.inf)]
+    "description",
+    [
+        replace(DESCRIPTION, rank_metadata=()),
+        replace(DESCRIPTION, lease_s=math.inf),
+        replace(DESCRIPTION, longest_chunk_s=math.nan),
+        replace(DESCRIPTION, longest_chunk_s=-1.0),
+    ],
 )
 def test_a_bad_description_is_a_protocol_error(description: Description) -> None:
     with pytest.raises(ProtocolError):
         codec.decode_description(codec.encode_description(description))
+
+
+@pytest.mark.parametrize(("newest", "oldest", "is_spoken"), [(4, 4, True), (9, 4, True), (9, 5, False), (2, 1, False)])
+def test_nodes_whose_versions_overlap_speak_and_others_name_them(
+    newest: int, oldest: int, is_spoken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handoff, "PROTOCOL_VERSION", 4)
+    monkeypatch.setattr(handoff, "MIN_PROTOCOL_VERSION", 3)
+    described = codec.encode_description(replace(DESCRIPTION, protocol_version=newest, min_protocol_version=oldest))
+    if is_spoken:
+        assert codec.decode_description(described).protocol_version == newest
+        return
+    with pytest.raises(PeerMismatch, match=f"protocol_version: 3 to 4 here, {oldest} to {newest} there"):
+        codec.decode_description(described)
+
+
+def test_a_node_that_names_no_version_is_older_than_all() -> None:
+    with pytest.raises(PeerMismatch, match="0 to 0 there"):
+        codec.check_protocol(pb.DescribeRequest())
+    codec.check_protocol(codec.encode_describe("life-1"))

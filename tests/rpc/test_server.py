@@ -9,6 +9,7 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from pdserve.errors import ProtocolError, StartupError
+from pdserve.request import RequestId
 from pdserve.rpc.fake import CARD, ByteTokenizer, EchoGenerator
 from pdserve.rpc.inference import SERVICE_NAME, InferenceServicer, inference_service
 from pdserve.rpc.server import RpcServer, Service
@@ -137,4 +138,23 @@ async def test_a_generator_handler_is_closed_when_its_caller_goes_and_its_errors
         with pytest.raises(grpc.aio.AioRpcError, match="not a message of this call") as failure:
             await raw.read()
         assert failure.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    await server.stop(grace_s=0)
+
+
+async def test_new_calls_go_to_the_services_of_the_moment_and_open_ones_stay_with_theirs(
+    generator: EchoGenerator,
+) -> None:
+    generator.hold_after = 1
+    server = server_of(generator)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
+        await server.set_serving(True)
+        stub = InferenceStub(channel)
+        open_call = stub.Generate(pb.GenerateRequest(text="old", request_id="old", stream=True))
+        await open_call.read()
+        server.use([inference_service(InferenceServicer(EchoGenerator(), ByteTokenizer(), CARD))])
+        answer = await stub.Generate(pb.GenerateRequest(text="new")).read()
+        assert answer.complete.output.text.startswith("new")
+        assert not (await stub.Abort(pb.AbortRequest(request_id="old"))).found
+        assert await generator.abort(RequestId("old"))
+        assert (await open_call.read()).complete.finish_reason == pb.FINISH_REASON_ABORT
     await server.stop(grace_s=0)

@@ -22,6 +22,7 @@ A = RequestId("a")
 LATE: list[Event] = [
     KvReceived(TransferId(1), 5),
     TransferFailed(TransferId(1), (5,)),
+    TransferFailed(TransferId(1), stays_remote=True),
     KvQuiet(TransferId(1)),
     LeaseReleased(A),
     LeaseRevoked(A),

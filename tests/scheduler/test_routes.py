@@ -15,6 +15,7 @@ from pdserve.scheduler.plan import (
     LeaseRevoked,
     RequestAborted,
     TokenDrawn,
+    TransferFailed,
     TransferUnwanted,
 )
 from pdserve.scheduler.state import State
@@ -261,6 +262,32 @@ def test_a_rerouted_request_is_never_sent_to_a_peer_again() -> None:
     world.fail(world.transfer_of("a"))
     assert not world.plan().reservations
     assert world.outstanding is not None
+
+
+def test_a_request_that_another_peer_is_to_prefill_gets_new_blocks_at_its_old_place() -> None:
+    world = world_of(max_batch_size=2)
+    world.submit("first", [1] * 6, 30)
+    world.submit("a", range(12), route=DECODE_ONLY)
+    (before,) = world.round().reservations
+    world.submit("b", range(20, 32), route=DECODE_ONLY)
+    assert kinds(world.try_again(before.transfer_id)) == [TransferUnwanted]
+    (after,) = world.plan().reservations
+    assert (after.request_id, after.num_cached_tokens) == (A, 0)
+    assert after.transfer_id != before.transfer_id
+    assert not set(after.blocks) & set(before.blocks), "the old destination may still be written"
+    assert world.scheduler.num_draining_blocks == len(before.blocks)
+    assert (world.scheduler.counters.remote_retries, world.scheduler.counters.reroutes) == (1, 0)
+    world.write_late(before.transfer_id)
+    world.drain()
+    assert world.scheduler.counters.prompt_tokens_computed == 6
+
+
+def test_nobody_draws_a_first_token_again_that_the_client_has_seen() -> None:
+    world = world_of()
+    world.submit("a", range(10), route=DECODE_ONLY)
+    world.plan()
+    with pytest.raises(AssertionError, match="the first token is out"):
+        world.advance(TransferFailed(world.transfer_of("a"), (3,), stays_remote=True))
 
 
 # ---------------------------------------------------------------- together

@@ -98,6 +98,7 @@ def test_the_walks_see_every_branch_and_a_crowded_pool_often() -> None:
     assert seen["crowded steps"] > 0.1 * seen["steps"], seen
     expected = {"finished", "sent off", "aborted", "failed", "refused", "idle", "stray", "prefix_hit_tokens"}
     expected |= {"received", "received, unwanted", "failed transfers", "failed, unwanted", "late writes", "quiet"}
+    expected |= {"tried again", "tried again, unwanted"}
     expected |= {"released", "revoked", "reroutes", "retractions", "restores", "host_hit_tokens", "copies told late"}
     expected |= {"write-backs", "fetched", "fetched late", "late fetches", "fetched blocks", "stores"}
     expected |= {f"gate {branch}" for branch in BRANCHES}

@@ -105,7 +105,14 @@ class Walk:
         steps[self.rounds] = 5
         steps[self.stray] = 1
         if DECODE_ONLY in self.routes:
-            steps |= {self.accept: 2, self.receive: 3, self.fail: 2, self.write_late: 2, self.quiet: 2}
+            steps |= {
+                self.accept: 2,
+                self.receive: 3,
+                self.fail: 2,
+                self.try_again: 1,
+                self.write_late: 2,
+                self.quiet: 2,
+            }
         if PREFILL_ONLY in self.routes:
             steps |= {self.release: 2, self.revoke: 1}
         if self.world.host:
@@ -247,6 +254,12 @@ class Walk:
         if (transfer_id := self.a_transfer()) is not None and not self.keeps_routes:
             self.seen["failed transfers" if self.world.pulls[transfer_id].is_wanted else "failed, unwanted"] += 1
             self.world.fail(transfer_id, after_first_token=self.random.random() < 0.5)
+
+    def try_again(self) -> None:
+        """It keeps its route, so it may happen in every walk."""
+        if (transfer_id := self.a_transfer()) is not None:
+            self.seen["tried again" if self.world.pulls[transfer_id].is_wanted else "tried again, unwanted"] += 1
+            self.world.try_again(transfer_id)
 
     def write_late(self) -> None:
         if (transfer_id := self.a_transfer()) is not None:

@@ -268,6 +268,10 @@ class World(TierWorld):
         self._check_ended(reservation.request_id)
         return outcomes
 
+    def try_again(self, transfer_id: TransferId) -> tuple[Outcome, ...]:
+        """The KV will not come, and another peer is to try before the client has seen anything."""
+        return self.advance(TransferFailed(transfer_id, stays_remote=True))
+
     def fail(self, transfer_id: TransferId, *, after_first_token: bool = False) -> tuple[Outcome, ...]:
         """The KV will not come. after_first_token: the client has seen the peer's first token already."""
         pull = self.pulls[transfer_id]

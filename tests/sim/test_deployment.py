@@ -12,7 +12,7 @@ import pytest
 from pdserve.config import ConfigError, ServerArgs
 from pdserve.engine.rank_process import _scheduler_config
 from pdserve.errors import StartupError
-from pdserve.node import _rank_spec
+from pdserve.node.spec import rank_spec
 from pdserve.scheduler.config import CadenceLimits
 from pdserve.sim import cost_files
 from pdserve.sim.deployment import SETTINGS, Deployment
@@ -153,7 +153,7 @@ def test_a_node_with_the_same_flags_has_the_same_scheduler(knobs: dict[str, Any]
     for_pairs = {"remote_prefill_min_tokens"}
     args = ServerArgs(model="seed", **{name: getattr(deployment, name) for name in SETTINGS if name not in for_pairs})
     args.validate()
-    spec = _rank_spec(args, Path("model"), Path("sockets"), "1", False)
+    spec = rank_spec(args, Path("model"), Path("sockets"), "1", False)
     model = SimpleNamespace(max_position_embeddings=10**6)
     layout = SimpleNamespace(block_bytes=deployment.costs.block_bytes, num_blocks_for=lambda tokens: -(-tokens // 64))
     built = _scheduler_config(spec, model, layout, available=10**12)  # type: ignore[arg-type]

@@ -10,6 +10,8 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
+from pdserve.bench.tiny_model import QUICK
+from pdserve.bench.tiny_model import make_model as make_quick_model
 from pdserve.config import Role
 from tests.system.nodes import Node, Nodes
 
@@ -109,6 +111,23 @@ def nodes(tiny_model: Path, tmp_path: Path) -> Iterator[Nodes]:
 @pytest.fixture(scope="session")
 def fused(shared_nodes: Nodes) -> Node:
     return shared_nodes.start(Role.FUSED)
+
+
+@pytest.fixture(scope="session")
+def quick_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Nodes of a model that is big enough for its KV to take its time."""
+    folder = tmp_path_factory.mktemp("quick-nodes")
+    nodes = Nodes(str(make_quick_model(folder / "model", QUICK)), folder)
+    try:
+        yield nodes
+    finally:
+        nodes.end()
+
+
+@pytest.fixture(scope="session")
+def whole(quick_nodes: Nodes) -> Node:
+    """A fused node of that model: what the others must answer."""
+    return quick_nodes.start(Role.FUSED)
 
 
 # UCX reads its transports once a process. By default one host copies straight between processes; tcp is what two do.

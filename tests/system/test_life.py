@@ -86,8 +86,8 @@ def test_killing_the_front_leaves_no_rank_behind(nodes: Nodes) -> None:
     wait_until_gone(rank_pid)
 
 
-def test_killing_the_rank_fails_its_answers_and_ends_the_node(nodes: Nodes) -> None:
-    node = nodes.start(Role.FUSED)
+def test_killing_the_rank_fails_its_answers_and_ends_a_node_that_is_to_end_with_it(nodes: Nodes) -> None:
+    node = nodes.start(Role.FUSED, on_rank_death="exit")
     with node.client() as client:
         stream = long_answer(client)
         os.kill(node.rank_pid, signal.SIGKILL)

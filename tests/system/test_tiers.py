@@ -89,7 +89,7 @@ def test_prefixes_in_files_survive_a_kill_while_they_are_written_and_are_never_w
 ) -> None:
     directory = tmp_path / "kv"
     wanted = token_ids(ask_each(fused))
-    node = nodes.start(Role.FUSED, **filed(directory))
+    node = nodes.start(Role.FUSED, on_rank_death="exit", **filed(directory))
     for prompt, tokens in zip(PROMPTS, wanted, strict=True):
         assert node.ask(prompt).token_ids == tokens
         if node.load().counters["storage:stored"] > 10:  # of the prompts before; more are being written

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.kv.head_ranges import whole_block
 from pdserve.request import BlockId
 from pdserve.transfer.base import PeerId, Read, ReadDone, ReadFailed, ReadId, ReadQuiet, TransportEvent
-from pdserve.transfer.link import ENDED, HandleState, NotPosted, PeerLink, Pieces, Sighting
+from pdserve.transfer.link import ENDED, HandleState, NotPosted, PeerLink, Sighting
+from pdserve.transfer.pieces import Pieces
 
 POSTED = Sighting(HandleState.POSTED)
 DONE = Sighting(HandleState.DONE)
@@ -54,7 +55,7 @@ class HandWire:
 
 def new_link(num_blocks: int = 64, block_bytes: int = 1 << 20) -> tuple[PeerLink[int], HandWire]:
     wire = HandWire()
-    return PeerLink(wire, Pieces(num_blocks, block_bytes), lambda: wire.now_s), wire
+    return PeerLink(wire, Pieces(num_blocks, whole_block(block_bytes)), lambda: wire.now_s), wire
 
 
 def read(read_id: int, num_blocks: int = 1, first: int = 0) -> Read:
@@ -234,17 +235,6 @@ def test_a_warm_up_that_was_refused_says_so() -> None:
     link, wire = new_link()
     wire.refuses = True
     assert link.warm() == Sighting(HandleState.DOUBTFUL, "refused")
-
-
-@pytest.mark.parametrize(
-    ("block_bytes", "per_block", "per_handle"),
-    [(1 << 20, 1, 16), (16 << 20, 1, 1), (20 << 20, 2, 1), (3 << 20, 1, 5), (33 << 20, 3, 1), (1024, 1, 4096)],
-)
-def test_a_handle_carries_at_most_16_mb_and_4096_descriptors(block_bytes: int, per_block: int, per_handle: int) -> None:
-    pieces = Pieces(1 << 20, block_bytes)
-    assert (pieces.per_block, pieces.max_per_handle) == (per_block, per_handle)
-    assert pieces.piece_bytes * per_handle <= 16 << 20
-    assert pieces.of_blocks((BlockId(2),)) == list(range(2 * per_block, 3 * per_block))
 
 
 READ_SPAN = 100  # in the walk, read n has blocks from n * READ_SPAN on, so that a handle tells its read

@@ -12,6 +12,7 @@ from pdserve.request import TransferId
 from pdserve.transfer.base import Connected, PeerId, PeerLost, Read, ReadDone, ReadFailed, ReadId, ReadQuiet
 from pdserve.transfer.pull import (
     TRANSITIONS,
+    PullChunkRead,
     PullCommitted,
     PullComplete,
     PullFailed,
@@ -83,7 +84,7 @@ def test_chunks_become_reads_into_the_blocks_of_their_range() -> None:
 def test_a_pull_completes_when_all_is_covered_and_read_and_commits_when_confirmed() -> None:
     table = new_table()
     (first,) = chunk(table, 0, 4, 8, 50)
-    assert table.on_event(done(first), 1.0) == []
+    assert table.on_event(done(first), 1.0) == [PullChunkRead(T)]
     (second,) = chunk(table, 1, 8, 14, 51, 52)
     assert table.on_event(done(second), 2.0) == [PullComplete(T, 300, 2, 3, 1.0)]
     assert table.state(T) is PullState.COMPLETE
@@ -95,14 +96,14 @@ def test_a_pull_completes_when_all_is_covered_and_read_and_commits_when_confirme
 def test_reads_may_end_in_any_order() -> None:
     table = new_table()
     reads = chunk(table, 0, 4, 8, 50) + chunk(table, 1, 8, 14, 51, 52)
-    assert table.on_event(done(reads[1]), 0.0) == []
+    assert table.on_event(done(reads[1]), 0.0) == [PullChunkRead(T)]
     assert [type(event) for event in table.on_event(done(reads[0]), 0.0)] == [PullComplete]
 
 
 def test_a_pull_with_one_rank_missing_is_not_complete() -> None:
     table = new_table(ranks=2)
     (mine,) = chunk(table, 0, 4, 14, 50, 51, 52)
-    assert table.on_event(done(mine), 0.0) == []
+    assert table.on_event(done(mine), 0.0) == [PullChunkRead(T)]
     assert [type(e) for e in table.confirm(T, True, 0.0)] == [PullFailed, PullQuiet]
 
 
@@ -110,7 +111,7 @@ def test_every_rank_reads_from_its_own_peer() -> None:
     table = new_table(ranks=2)
     reads = chunk(table, 0, 4, 14, 50, 51, 52) + chunk(table, 0, 4, 14, 60, 61, 62, rank=1)
     assert [read.peer for read in reads] == [PEER, OTHER]
-    assert table.on_event(done(reads[0]), 0.0) == []
+    assert table.on_event(done(reads[0]), 0.0) == [PullChunkRead(T)]
     assert table.on_event(done(reads[1]), 0.0) == [PullComplete(T, 600, 2, 6, 1.0)]
 
 

@@ -1,0 +1,54 @@
+"""What a rank process is told, from the settings of its node."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from pdserve.config import ServerArgs, cache_dir
+from pdserve.engine.launch import PolicySpec, RankSpec, TierSpec, TransportSpec
+
+
+def rank_spec(args: ServerArgs, directory: Path, sockets: Path, incarnation: str, has_transport: bool) -> RankSpec:
+    transport = TransportSpec(
+        name=f"{args.role}-{socket.gethostname()}-{incarnation}-0",
+        endpoint=f"ipc://{sockets}/transport",
+        lease_s=args.kv_lease_s,
+        quarantine_s=args.quarantine_s,
+        has_checksums=args.kv_checksum,
+    )
+    return RankSpec(
+        model_directory=str(directory),
+        cache_directory=str(cache_dir()),
+        endpoint=f"ipc://{sockets}/loop",
+        source=f"{args.role}:{args.port}/rank0",
+        num_threads=args.compute_threads,
+        block_size=args.block_size,
+        num_kv_blocks=args.num_kv_blocks,
+        kv_memory_fraction=args.kv_memory_fraction,
+        max_num_seqs=args.max_num_seqs,
+        chunked_prefill_size=args.chunked_prefill_size,
+        max_model_len=args.max_model_len,
+        enable_mixed_batch=args.enable_mixed_batch,
+        prefix_caching=args.prefix_caching,
+        max_outstanding_transfers=args.max_outstanding_prefills,
+        log_level=args.log_level,
+        log_format=args.log_format,
+        transport=transport if has_transport else None,
+        policy=_policy_spec(args),
+        tiers=TierSpec(args.host_kv_bytes, args.kv_dir, args.kv_dir_bytes),
+    )
+
+
+def _policy_spec(args: ServerArgs) -> PolicySpec:
+    gate, fill, cadence = args.prefill_gate, args.fill, args.cadence
+    return PolicySpec(
+        attempt_interval=gate.attempt_interval if gate else None,
+        any_interval=gate.any_interval if gate else None,
+        max_open_rounds=args.prefill_max_open_rounds,
+        prefill_rounds=cadence.prefill_rounds if cadence else None,
+        decode_rounds=cadence.decode_rounds if cadence else 1,
+        hold_budget=cadence.hold_budget if cadence else None,
+        fill_tokens=fill.tokens if fill else None,
+        fill_max_holds=fill.max_holds if fill else 1,
+    )

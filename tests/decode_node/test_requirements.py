@@ -1,0 +1,54 @@
+"""A peer that does not fit is refused with the field and both values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from decode_node.requirements import Requirements
+from pdserve.kv.layout import Fingerprint
+from pdserve.rpc.handoff import Description
+
+FINGERPRINT = Fingerprint(1, "LlamaForCausalLM", "r0", "float32", 16, 2, 2, 16, 288)
+PEER = Description("life-1", "0", FINGERPRINT, 0, 8, 1024, (b"",), 512, 4, 30.0)
+NODE = Requirements(FINGERPRINT, transfer_timeout_s=60.0)
+
+FITS = {
+    "the same": (NODE, PEER),
+    "a chunk of a third of the deadline": (NODE, replace(PEER, longest_chunk_s=20.0)),
+    "hashes on both sides": (replace(NODE, kv_checksum=True), replace(PEER, kv_checksum=True)),
+    "hashes that nobody needs": (NODE, replace(PEER, kv_checksum=True)),
+}
+OTHER_SPLIT = replace(PEER, kv_checksum=True, fingerprint=replace(FINGERPRINT, tensor_parallel_size=2))
+DIFFERS = {
+    "another model": (
+        NODE,
+        replace(PEER, fingerprint=replace(FINGERPRINT, model_revision="r1")),
+        "model_revision: 'r0' here, 'r1' there",
+    ),
+    "a chunk that takes too long": (
+        replace(NODE, transfer_timeout_s=5.0),
+        replace(PEER, longest_chunk_s=1.7),
+        "transfer_timeout_s: 5 here, the longest chunk took 1.7 s there; raise --transfer-timeout-s to 5.1 here",
+    ),
+    "no hashes": (replace(NODE, kv_checksum=True), PEER, "kv_checksum: True here, False there"),
+    "hashes of other shares of a block": (
+        replace(NODE, kv_checksum=True),
+        OTHER_SPLIT,
+        "kv_checksum: True, tensor_parallel_size: 1 here, 2 there",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_what_fits_is_used(name: str) -> None:
+    node, peer = FITS[name]
+    assert node.differences(peer) == ()
+
+
+@pytest.mark.parametrize("name", DIFFERS)
+def test_what_does_not_fit_is_named_with_both_values(name: str) -> None:
+    node, peer, message = DIFFERS[name]
+    (difference,) = node.differences(peer)
+    assert message in difference
