@@ -1,11 +1,14 @@
 # make demo   what pdserve is, in one minute: P + D beside one fused node, on a real model
 # make test   lint, types, architecture, tests
 # make soak   the long random walks
+# make soak-handoff  the rows of the handoff's failure matrix that are about rare moments, with real processes
 # make mutants  shows that a test fails for each promise broken on purpose
 # make fmt    formats and fixes what can be fixed
 # make clean  takes the environment and every product away
 #
 # make streams       64 streams at a time through P + D, over both transports: every answer, block and byte checked
+# make chaos         300 random faults over 2,000 requests: kills, stops, partitions; ARGS="--ucx-tls tcp,self"
+# make bench-handoff what a handoff costs beside a fused node; how long a caller waits when a prefill node is killed
 # make bench-rounds  the rank loop's time outside the model's forward
 # make bench-kv      KV pulled by NIXL beside a plain copy of the same bytes
 # make bench-policies  the gate, retraction, the file tier and the cadence on a real node; ARGS="--only gate --json -"
@@ -24,7 +27,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test soak mutants fmt clean streams bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity calibrate bench-simulator
+.PHONY: demo test soak soak-handoff mutants fmt clean streams chaos calibrate
+.PHONY: bench-handoff bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity bench-simulator
 
 demo: $(VENV)/.node
 	@$(BIN)/pdserve demo
@@ -38,8 +42,12 @@ test: $(VENV)/.dev
 soak: $(VENV)/.dev
 	@$(BIN)/pytest -m soak --timeout 3600
 
+soak-handoff: $(VENV)/.dev
+	@$(BIN)/pytest -m soak --timeout 3600 tests/system
+
 mutants: $(VENV)/.dev
-	@$(BIN)/python tests/scheduler/mutants.py
+	@$(BIN)/python -m tests.scheduler.mutants
+	@$(BIN)/python -m tests.transfer.mutants
 
 bench-policies: $(VENV)/.node
 	@$(BIN)/python -m pdserve.bench.policies $(ARGS)
@@ -66,6 +74,13 @@ fmt: $(VENV)/.dev
 
 streams: $(VENV)/.node
 	@$(BIN)/python -m pdserve.bench.streams --ucx-tls default --ucx-tls tcp,self
+
+chaos: $(VENV)/.node
+	@$(BIN)/python -m pdserve.bench.chaos $(ARGS)
+
+bench-handoff: $(VENV)/.node
+	@$(BIN)/python -m pdserve.bench.handoff_cost $(ARGS)
+	@$(BIN)/python -m pdserve.bench.failover
 
 bench-rounds: $(VENV)/.node
 	@$(BIN)/python -m pdserve.bench.rounds

@@ -1,29 +1,12 @@
-"""Breaks one promise at a time in a copy of the tree, and shows that the test named for the promise fails.
-
-make mutants: a table; exits with 1 if a mutant survives, or if its test fails on the tree as it is.
-"""
+"""Breaks one promise of the scheduler at a time, and shows that the test named for the promise fails (make mutants)."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.mutation import Mutant, run
+
 COPIED = ("pdserve", "tests/scheduler", "pyproject.toml")
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """edits: (text that occurs once in `path`, what takes its place). test: below tests/scheduler."""
-
-    name: str
-    path: str
-    edits: tuple[tuple[str, str], ...]
-    test: str
 
 
 def scheduler(module: str) -> str:
@@ -195,44 +178,5 @@ MUTANTS = [
 ]
 
 
-def passes(tree: Path, test: str) -> bool:
-    command = [sys.executable, "-m", "pytest", "-x", "--timeout", "60", f"tests/scheduler/{test}"]
-    code = subprocess.run(command, cwd=tree, capture_output=True, check=False).returncode
-    assert code in (0, 1), f"{test} was not run: pytest exits with {code}"
-    return code == 0
-
-
-def is_killed(tree: Path, mutant: Mutant) -> bool:
-    """Whether the mutant's test passes on the tree, and fails on the mutant."""
-    source = tree / mutant.path
-    right = wrong = source.read_text()
-    for before, after in mutant.edits:
-        assert wrong.count(before) == 1, f"{mutant.name}: {before!r} is {wrong.count(before)} times in {mutant.path}"
-        wrong = wrong.replace(before, after)
-    is_right = passes(tree, mutant.test)
-    source.write_text(wrong)
-    is_wrong = not passes(tree, mutant.test)
-    source.write_text(right)
-    return is_right and is_wrong
-
-
-def main() -> int:
-    survivors = 0
-    with tempfile.TemporaryDirectory() as place:
-        tree = Path(place)
-        for name in COPIED:
-            source, target = ROOT / name, tree / name
-            if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, target)
-        for mutant in MUTANTS:
-            verdict = "killed" if is_killed(tree, mutant) else "SURVIVES"
-            survivors += verdict != "killed"
-            print(f"{verdict:9} {mutant.name:58} {mutant.test}", flush=True)
-    print(f"{len(MUTANTS) - survivors} of {len(MUTANTS)} mutants killed, each by the test named for it")
-    return int(survivors > 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(MUTANTS, copied=COPIED, folder="tests/scheduler"))

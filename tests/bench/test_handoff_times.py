@@ -1,0 +1,22 @@
+"""A handoff's time is split by its messages, whatever came before it in the log."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.bench.handoff_times import split_of
+from pdserve.bench.handoff_witness import Passed
+
+
+def handoff(name: str, begin_s: float) -> list[Passed]:
+    """Start, and then something each second; two chunks of three are announced before the last."""
+    kinds = ["start", "accepted", "chunk_ready", "chunk_ready", "chunk_ready", "first_token", "release", "released"]
+    return [Passed(name, kind, begin_s + at, 100 if kind == "chunk_ready" else 0) for at, kind in enumerate(kinds)]
+
+
+def test_every_part_lies_between_its_messages() -> None:
+    log = [*handoff("before", 0.0), *handoff("mine", 100.0), Passed("before", "end", 101.5)]
+    split = split_of(log, started_s=99.5, piece_times_s=[105.1, 107.25, 108.0])
+    assert split.parts_ms() == pytest.approx([500, 1000, 3000, 1000, 2000, 1000, 250])
+    assert split.hidden_share == pytest.approx(2 / 3)
+    assert len(split.names()) == len(split.parts_ms())
