@@ -154,13 +154,17 @@ class TransportThread:
         poller.register(self._front.socket, zmq.POLLIN)
         poller.register(self._command_fd, zmq.POLLIN)
         while not (self._is_closing and self._transport.num_open_reads == 0):
-            poller.poll(self._poll_ms)
-            # Messages are taken before commands and handled after them: what the front reacts to, the loop said before.
-            messages = self._front.receive_all()
-            self._handle_commands()
-            for message in messages:
-                self._on_message(message)
+            # Most polls of a busy thread find nothing but time passed, and every look takes the GIL from the forward.
+            if poller.poll(self._poll_ms):
+                self._handle_what_came()
             self._drive()
+
+    def _handle_what_came(self) -> None:
+        """Messages are taken before commands and handled after them: what the front reacts to, the loop said before."""
+        messages = self._front.receive_all()
+        self._handle_commands()
+        for message in messages:
+            self._on_message(message)
 
     @property
     def _poll_ms(self) -> int:
@@ -170,10 +174,10 @@ class TransportThread:
 
     @property
     def _is_busy(self) -> bool:
+        """A pull between two chunks is not: nothing is read, and the next one comes as a message."""
         return bool(
             self._transport.num_open_reads
             or self._lending.num_live
-            or self._pulling.num_open
             or self._connecting
             or time.monotonic() < self._expecting_until_s
         )

@@ -11,8 +11,6 @@ from pdserve.bench.calibration.plan import CURVE, decode_parts
 from pdserve.bench.listening import Heard
 from pdserve.sim.costs import HandoffCosts, RankCosts
 
-# A copy that is faster than can be told.
-LEAST_BYTE_S = 1e-12
 MAD_TO_DEVIATION = 1.4826
 
 
@@ -32,11 +30,17 @@ def rank_costs(coefficients: Mapping[str, float]) -> RankCosts:
 
 
 def handoff_costs(
-    handoffs: Sequence[Heard], coefficients: Mapping[str, float], front_s: float, block_size: int, block_bytes: int
+    handoffs: Sequence[Heard],
+    coefficients: Mapping[str, float],
+    front_s: float,
+    block_size: int,
+    block_bytes: int,
+    copy_bytes_per_s: float,
 ) -> HandoffCosts:
     """From the gaps between first and second tokens: a READ's own time and bytes, two messages, and a decode round.
 
-    front_s: of a fused node; what the way to a first token takes beyond that is two messages.
+    front_s: of a fused node; what the way to a first token takes beyond that is two messages. copy_bytes_per_s: of a
+    plain copy, which a READ on one machine is no faster than, even where the gaps do not tell it from nothing.
     """
     seen = []
     for heard in handoffs:
@@ -46,7 +50,7 @@ def handoff_costs(
         seen.append(Observation(f"handoff of {heard.number}", gap_s, {"way_s": 1.0, "byte_s": float(num_bytes)}))
     found = fit(seen)
     latency_s = min(max(0.0, (coefficients["front_s"] - front_s) / 2), found["way_s"] / 2)
-    return HandoffCosts(latency_s, found["way_s"] - 2 * latency_s, 1 / max(found["byte_s"], LEAST_BYTE_S))
+    return HandoffCosts(latency_s, found["way_s"] - 2 * latency_s, 1 / max(found["byte_s"], 1 / copy_bytes_per_s))
 
 
 def noise_of(batches_s: Sequence[Sequence[float]]) -> float:

@@ -78,6 +78,7 @@ def calibrate(
     layout = config.kv_layout(BLOCK_SIZE)
     fused_fit, split_fit = fit(whole.observations), fit(split.observations)
     alone = rank_costs(split_fit)
+    tiers = measure_tiers(layout.block_bytes)
     costs = CostModel(
         name=name,
         source=_source(model_name),
@@ -86,8 +87,15 @@ def calibrate(
         fused=rank_costs(fused_fit),
         prefill=alone,
         decode=alone,
-        handoff=handoff_costs(split.handoffs, split_fit, fused_fit["front_s"], layout.block_size, layout.block_bytes),
-        tiers=measure_tiers(layout.block_bytes),
+        handoff=handoff_costs(
+            split.handoffs,
+            split_fit,
+            fused_fit["front_s"],
+            layout.block_size,
+            layout.block_bytes,
+            tiers.host_bytes_per_s,
+        ),
+        tiers=tiers,
         front=FrontCosts(fused_fit["front_s"] / 2, fused_fit["front_s"] / 2),
         noise=noise_of([*whole.gaps_s, *split.gaps_s]),
     )

@@ -13,6 +13,7 @@ from rich.table import Table
 from pdserve.bench.deployed import Deployed, fused, pair
 from pdserve.bench.fidelity.figures import Compared, compare, figures
 from pdserve.bench.fidelity.loads import ARRIVALS_S, LOADS, Load, calls, rate_for
+from pdserve.bench.fidelity.speed import Speed, probe
 from pdserve.bench.policy_runs import Model
 from pdserve.bench.simulated import hear_simulated
 from pdserve.commands.parsing import CommandParser, add_json, command_parser
@@ -33,12 +34,13 @@ NODES = ("fused", "pair")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One load on one deployment. nodes: `fused` or `pair`."""
+    """One load on one deployment. nodes: `fused` or `pair`. speeds: of the machine in each real run."""
 
     load: str
     nodes: str
     rate_per_s: float
     num_requests: int
+    speeds: list[Speed]
     compared: list[Compared]
 
 
@@ -64,7 +66,7 @@ def _parser() -> CommandParser:
         "bench fidelity",
         "",
         "The simulator against real nodes: three loads that no cost was fitted to, a fused node and a pair, the same\n"
-        "requests at the same moments. Takes about 15 minutes with nothing else running; --quick 5.",
+        "requests at the same moments. Takes about 18 minutes with nothing else running; --quick 6.",
         "pdserve bench fidelity --costs my-machine.json",
     )
     parser.add_argument("--costs", metavar="NAME|FILE", default="smollm2-cpu", help="(default: %(default)s)")
@@ -92,12 +94,16 @@ def run(
         with serving(nodes, model, deployment) as node:
             for load in loads:
                 requests = load.requests(rates[load.name], arrivals_s)
-                real = []
+                real, speeds = [], []
                 for repeat in range(repeats):
+                    name = f"{load.name} {repeat}"
+                    before = probe(node, model, f"{name} before")
                     real.append(figures(node.hear_all(calls(requests, model, load.name, repeat))))
+                    speeds.append(Speed.of([before, probe(node, model, f"{name} after")], deployments[nodes]))
                     progress("asking", len(results) * repeats + repeat + 1, num_runs)
-                compared = compare(real, _simulated(deployments[nodes], requests))
-                results.append(Result(load.name, nodes, rates[load.name], len(requests), compared))
+                simulated = [run for speed in speeds for run in _simulated(speed.applied(deployments[nodes]), requests)]
+                compared = compare(real, simulated)
+                results.append(Result(load.name, nodes, rates[load.name], len(requests), speeds, compared))
     return results
 
 
@@ -118,13 +124,15 @@ def _simulated(deployment: Deployment, requests: Sequence[SimRequest]) -> list[d
 
 
 def _print(results: Sequence[Result], console: Console) -> None:
-    table = Table("load", "nodes", "requests/s", "figure", "real ms", "spread", "simulated", "error", "", box=SIMPLE)
+    titles = ("load", "nodes", "requests/s", "slower than costs", "figure", "real ms", "spread", "simulated", "error")
+    table = Table(*titles, "", box=SIMPLE)
     for result in results:
         for figure in result.compared:
             table.add_row(
                 result.load,
                 result.nodes,
                 f"{result.rate_per_s:.2f}",
+                "; ".join(f"{speed.prefill:.2f}, {speed.decode:.2f}" for speed in result.speeds),
                 figure.name.removesuffix("_s").replace("_", " "),
                 f"{figure.real_s * 1e3:.1f}",
                 f"{figure.spread_s * 1e3:.1f}",

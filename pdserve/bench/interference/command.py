@@ -19,6 +19,7 @@ from pdserve.bench.policy_runs import Model
 from pdserve.bench.stream_checks import Check
 from pdserve.commands.parsing import CommandParser, add_json, command_parser
 from pdserve.commands.tables import write_json
+from pdserve.errors import StartupError
 from pdserve.model import hub
 from pdserve.model.progress import show_progress
 from pdserve.node_process import interrupted_by_sigterm
@@ -43,14 +44,14 @@ def main(argv: list[str]) -> int:
     experiment = _experiment(arguments)
     with interrupted_by_sigterm(), show_progress() as progress:
         model = Model.of(hub.resolve(arguments.model, progress=progress))
-        served = serve_all(model, experiment, progress)
+        served = serve_all(model, experiment, progress, repeats=1 if arguments.quick else arguments.repeats)
     found = all_figures(served.rows, experiment, served.shape)
     predicted = None
     if costs is not None:
         rows = [predict(row, experiment, costs) for row in served.rows]
         predicted = all_figures(rows, experiment, served.shape)
     checks = count_checks(served.rows, found, experiment)
-    checks += [] if arguments.quick else time_checks(found)
+    checks += [] if arguments.quick else time_checks(served)
     _print(served, found, predicted, checks, Console(highlight=False, stderr=arguments.json == "-"))
     if arguments.json:
         write_json(arguments.json, _as_json(experiment, served, found, predicted, checks))
@@ -60,6 +61,8 @@ def main(argv: list[str]) -> int:
 
 
 def _experiment(arguments: argparse.Namespace) -> Experiment:
+    if arguments.repeats < 1:
+        raise StartupError(f"--repeats {arguments.repeats} must be at least 1")
     experiment = QUICK if arguments.quick else Experiment()
     given = {name: getattr(arguments, name) for name in ("num_chunks", "chunk") if getattr(arguments, name) is not None}
     return dataclasses.replace(experiment, **given)
@@ -70,11 +73,14 @@ def _parser() -> CommandParser:
         "bench interference",
         "",
         "One stream beside one long prompt on real nodes: the stream's gaps without a policy, with each, and with\n"
-        "prefill and decode on nodes of their own. Takes about 8 minutes with nothing else running; --quick 3.",
+        "prefill and decode on nodes of their own. Takes about 15 minutes with nothing else running; --quick 3.",
         "pdserve bench interference --costs smollm2-cpu --png gaps.png",
     )
     parser.add_argument("--model", default="smollm2", help="what to serve (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="18 chunks instead of 58; times are not judged")
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="of what is compared in seconds (default: %(default)s)"
+    )
     parser.add_argument("--num-chunks", type=int, metavar="N", help="of the prompt (default: 58)")
     parser.add_argument("--chunk", type=int, metavar="N", help="its tokens (default: 128)")
     parser.add_argument("--costs", metavar="NAME|FILE", help="also simulate each row with these costs")
@@ -131,5 +137,7 @@ def _as_json(
             }
             for row in served.rows
         },
+        "walls_s": served.walls_s,
+        "split_worst_gaps_s": served.split_worst_gaps_s,
         "checks": [check.figures() for check in checks],
     }

@@ -33,30 +33,62 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """All rows, and the chunks' times on the fused node."""
+    """All rows, and the chunks' times on the fused node.
+
+    walls_s: the victim's, (no policy, with the first policy), one pair after the other. split_worst_gaps_s: the
+    victim's worst gap on two nodes, (alone, beside the attacker). A machine's speed drifts by more than what these are
+    compared for, so that each pair is of neighbouring minutes, and there are several.
+    """
 
     rows: list[Row]
     shape: ChunkShape
+    walls_s: list[tuple[float, float]]
+    split_worst_gaps_s: list[tuple[float, float]]
 
 
-def serve_all(model: Model, experiment: Experiment, progress: Progress, policies: Sequence[Case] = POLICIES) -> Served:
-    """Every case after the other, on nodes of their own; nothing else should run on the machine."""
-    num_steps = len(policies) + 2
+def serve_all(
+    model: Model,
+    experiment: Experiment,
+    progress: Progress,
+    policies: Sequence[Case] = POLICIES,
+    repeats: int = 1,
+) -> Served:
+    """Every case on nodes of its own, the compared ones `repeats` times; nothing else should run on the machine."""
+    num_steps = len(policies) + repeats + 1
+    first, others = policies[0], policies[1:]
     progress("serving", 0, num_steps)
-    with fused(model, **experiment.settings) as node:
-        rows = [overhear(node, model, experiment, ALONE)]
+    with fused(model, **experiment.settings) as node, fused(model, **experiment.settings, **first.settings) as paced:
+        alone = overhear(node, model, experiment, ALONE)
         (shorter,) = node.hear_all([_prompt(model, SHORTER, experiment.attacker_prompt // 2, 1)])
-        rows.append(overhear(node, model, experiment, UNSET))
-    for step, case in enumerate(policies, 1):
+        compared = _in_turns(model, experiment, [(node, UNSET), (paced, first)], repeats)
+    rows = [alone, *compared[0]]
+    for step, case in enumerate(others, 2):
         progress("serving", step, num_steps)
         with fused(model, **experiment.settings, **case.settings) as node:
             rows.append(overhear(node, model, experiment, case))
-    progress("serving", num_steps - 1, num_steps)
     with pair(model, **experiment.settings) as node:
-        split = overhear(node, model, experiment, SPLIT)
-        alone = overhear(node, model, experiment, SPLIT_ALONE, len(split.victim.token_ids))
+        split = []
+        for repeat in range(repeats):
+            progress("serving", num_steps - repeats + repeat, num_steps)
+            beside = overhear(node, model, experiment, SPLIT, repeat=repeat)
+            num_streamed = len(beside.victim.token_ids)
+            split.append((overhear(node, model, experiment, SPLIT_ALONE, num_streamed, repeat), beside))
     progress("serving", num_steps, num_steps)
-    return Served([*rows, alone, split], _shape(experiment, shorter, rows[1]))
+    return Served(
+        [*rows, *split[0]],
+        _shape(experiment, shorter, rows[1]),
+        [(unset.victim.wall_s, paced_row.victim.wall_s) for unset, paced_row in compared],
+        [(max(one.victim.gaps_s), max(other.victim.gaps_s)) for one, other in split],
+    )
+
+
+def _in_turns(
+    model: Model, experiment: Experiment, nodes: Sequence[tuple[Deployed, Case]], repeats: int
+) -> list[list[Row]]:
+    """Each repetition's rows, a row a node, one after the other."""
+    return [
+        [overhear(node, model, experiment, case, repeat=repeat) for node, case in nodes] for repeat in range(repeats)
+    ]
 
 
 def _shape(experiment: Experiment, shorter: Heard, unset: Row) -> ChunkShape:
@@ -66,14 +98,21 @@ def _shape(experiment: Experiment, shorter: Heard, unset: Row) -> ChunkShape:
     return ChunkShape.of(half, shorter.ttft_s, experiment.num_chunks, unset.attacker.ttft_s)
 
 
-def overhear(node: Deployed, model: Model, experiment: Experiment, case: Case, num_streamed: int | None = None) -> Row:
-    """The victim, and the attacker once the victim is under way."""
-    victim = _prompt(model, VICTIM, experiment.victim_prompt, num_streamed or experiment.num_streamed)
+def overhear(
+    node: Deployed,
+    model: Model,
+    experiment: Experiment,
+    case: Case,
+    num_streamed: int | None = None,
+    repeat: int = 0,
+) -> Row:
+    """The victim, and the attacker once the victim is under way. Another repeat has other prompts: none is cached."""
+    victim = _prompt(model, VICTIM, experiment.victim_prompt, num_streamed or experiment.num_streamed, repeat)
     if not case.has_attacker:
         return Row(case, node.hear_all([victim])[0])
-    attacker = _prompt(model, ATTACKER, experiment.attacker_prompt, experiment.num_asked)
+    attacker = _prompt(model, ATTACKER, experiment.attacker_prompt, experiment.num_asked, repeat)
     if case.is_split:
-        victim = _prompt(model, VICTIM, experiment.victim_prompt, _longest(experiment))
+        victim = _prompt(model, VICTIM, experiment.victim_prompt, _longest(experiment), repeat)
     heard = asyncio.run(_overhear(node.address, experiment, victim, attacker, case.is_split))
     return Row(case, *heard)
 
@@ -108,5 +147,6 @@ async def _overhear(
     return heard, attack.result()
 
 
-def _prompt(model: Model, number: int, num_tokens: int, num_output_tokens: int) -> Call:
-    return Call(number, unique_prompt(model.text, num_tokens, f"interference {number}"), num_output_tokens)
+def _prompt(model: Model, number: int, num_tokens: int, num_output_tokens: int, repeat: int = 0) -> Call:
+    seed = f"interference {number} {repeat}"
+    return Call(number, unique_prompt(model.text, num_tokens, seed), num_output_tokens)

@@ -10,7 +10,7 @@ import pytest
 from pdserve.bench.interference.cases import ALONE, POLICIES, QUICK, SPLIT, SPLIT_ALONE, UNSET, Experiment
 from pdserve.bench.interference.chunks import ChunkShape
 from pdserve.bench.interference.outcome import all_figures, count_checks, time_checks
-from pdserve.bench.interference.served import Row
+from pdserve.bench.interference.served import Row, Served
 from pdserve.bench.listening import Heard
 
 EXPERIMENT = Experiment()
@@ -50,7 +50,7 @@ def rows() -> list[Row]:
 
 def test_a_run_as_it_should_be_meets_every_check() -> None:
     found = all_figures(rows(), EXPERIMENT, SHAPE)
-    checks = [*count_checks(rows(), found, EXPERIMENT), *time_checks(found)]
+    checks = [*count_checks(rows(), found, EXPERIMENT), *time_checks(served([(10.0, 10.2)], [(0.1, 0.11)]))]
     assert [check.name for check in checks if not check.is_met] == []
     assert {check.name: check.found for check in checks}["long gaps at 8"] == 7
     assert found["interleave_16"]["whole_runs"] == 3
@@ -84,11 +84,18 @@ def test_a_longer_stream_is_compared_as_far_as_the_victim_alone_went() -> None:
     assert all(check.is_met for check in checks)
 
 
+def served(walls_s: list[tuple[float, float]], worst_gaps_s: list[tuple[float, float]]) -> Served:
+    return Served(rows(), SHAPE, walls_s, worst_gaps_s)
+
+
 def test_a_wall_four_percent_longer_and_a_pair_that_is_disturbed_are_found() -> None:
-    found = all_figures(rows(), EXPERIMENT, SHAPE)
-    found["interleave_8"]["victim_wall_s"] = found["unset"]["victim_wall_s"] * 1.04
-    found["split"]["worst_gap_s"] = found["split_alone"]["worst_gap_s"] * 1.25
-    assert [check.is_met for check in time_checks(found)] == [False, False]
+    checks = time_checks(served([(10.0, 10.4)], [(0.1, 0.125)]))
+    assert [check.is_met for check in checks] == [False, False]
+
+
+def test_neighbouring_pairs_are_compared_and_one_stray_among_three_decides_nothing() -> None:
+    checks = time_checks(served([(10.0, 10.1), (14.0, 14.2), (10.0, 15.0)], [(0.1, 0.1), (0.1, 0.9), (0.2, 0.2)]))
+    assert [check.is_met for check in checks] == [True, True]
 
 
 def test_the_quick_experiment_leaves_as_many_chunks_over_as_the_whole_one() -> None:
