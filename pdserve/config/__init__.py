@@ -184,4 +184,7 @@ def _unknown(word: str, prog: str) -> Fault:
     flag = word.partition("=")[0]
     if not flag.startswith("-"):
         return Fault(word, None, f"is one word too many; see {prog} --help")
-    return Fault(flag, None, f"there is no such flag{sources.hint(flag, {flags.spelled(name) for name in FIELDS})}")
+    known = {flags.spelled(name) for name in FIELDS}
+    if flag in known:
+        return Fault(flag, None, f"is a flag of `pdserve serve` and says nothing to {prog}; leave it out")
+    return Fault(flag, None, f"there is no such flag{sources.hint(flag, known)}")

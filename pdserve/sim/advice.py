@@ -44,6 +44,10 @@ class Capacity:
     pick_per_s: float
 
 
+# A worst gap so many times the p99 of all gaps is a freeze and no tail.
+FREEZE = 10.0
+
+
 def means(entry: Entry) -> dict[str, float]:
     """Each figure, averaged over the samples."""
     names = [field.name for field in dataclasses.fields(Measures)]
@@ -90,6 +94,17 @@ def sentences(tuned: Tuned, capacity: Capacity) -> Iterator[str]:
     if verdict is not None and verdict.is_better:
         yield from _costs(tuned, capacity)
     yield from _promise(tuned.goal, tuned.recommended)
+    yield from _freezes(tuned.recommended)
+
+
+def _freezes(recommended: Entry) -> Iterator[str]:
+    """A percentile of gaps is blind to the few that a stream's reader remembers."""
+    found = means(recommended)
+    if found["worst_gap_s"] > FREEZE * found["itl_p99_s"]:
+        yield (
+            f"Mind its worst gap of {found['worst_gap_s']:,.1f} s: such gaps are fewer than 1 % of all, so that p99 "
+            "ITL does not see them; --goal goodput with --slo-itl-ms judges each stream by its own."
+        )
 
 
 def _sureness(verdict: Verdict) -> str:

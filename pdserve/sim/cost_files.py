@@ -31,6 +31,8 @@ from pdserve.sim.deployment import COUNTS, SETTINGS, Deployment
 ENDING = ".json"
 KNOBS = (*SETTINGS, *COUNTS)
 OWN_KEYS = ("deployment", "fit")
+# Bounds that no machine comes near, and a clock of floats still takes.
+MOST, MOST_SECONDS, MOST_NOISE = 1e18, 1e6, 3.0
 # What something is divided by.
 POSITIVE = {"bytes_per_s", "host_bytes_per_s", "storage_bytes_per_s"}
 
@@ -55,7 +57,7 @@ def load(name_or_path: str | Path) -> CostFile:
     text, origin = _text(str(name_or_path))
     try:
         found = json.loads(text, object_pairs_hook=_once)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StartupError(f"{origin} is no JSON: {error}; a shipped cost file shows the format") from None
     if not isinstance(found, dict):
         raise StartupError(f"{origin} must hold one JSON object; a shipped cost file shows the format")
@@ -122,6 +124,13 @@ def _default(cls: type[Any], name: str) -> Any:
     return next(item.default for item in dataclasses.fields(cls) if item.name == name)
 
 
+def _most(name: str) -> float:
+    """Of the number `name`: what is beyond is a mistake, and would overflow the clock."""
+    if name == "noise":
+        return MOST_NOISE
+    return MOST if "bytes" in name else MOST_SECONDS
+
+
 class _Reader:
     """Turns JSON values into fields and notes what is wrong; a value it noted has a stand-in in the result."""
 
@@ -153,7 +162,8 @@ class _Reader:
             return self._count(path, value)
         if typing.get_origin(kind) is tuple:
             return self._curve(path, value)
-        return self.number(path, value, is_positive=path.rpartition(".")[2] in POSITIVE)
+        name = path.rpartition(".")[2]
+        return self.number(path, value, is_positive=name in POSITIVE, most=_most(name))
 
     def table(self, path: str, value: object) -> dict[str, Any]:
         if isinstance(value, dict):
@@ -161,19 +171,23 @@ class _Reader:
         self._note(path, value, "must be an object")
         return {}
 
-    def number(self, path: str, value: object, least: float = 0.0, is_positive: bool = False) -> float:
+    def number(
+        self, path: str, value: object, least: float = 0.0, is_positive: bool = False, most: float = MOST
+    ) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             self._note(path, value, "must be a number")
         elif value < least or (is_positive and value == 0):
             self._note(path, value, "must be more than 0" if is_positive else "must not be negative")
+        elif value > most:
+            self._note(path, value, f"must be at most {most:g}")
         else:
             return float(value)
         return 1.0
 
     def _count(self, path: str, value: object) -> int:
-        if type(value) is int and value >= 1:
+        if type(value) is int and 1 <= value <= MOST:
             return value
-        self._note(path, value, "must be a whole number of at least 1")
+        self._note(path, value, f"must be a whole number from 1 to {MOST:g}")
         return 1
 
     def _curve(self, path: str, value: object) -> tuple[tuple[int, float], ...]:
@@ -182,7 +196,9 @@ class _Reader:
         if not all(isinstance(point, list) and len(point) == 2 for point in points):
             self._note(path, value, "must be a list of [rows, seconds]")
             return ()
-        curve = tuple((self._count(path, rows), self.number(path, seconds)) for rows, seconds in points)
+        curve = tuple(
+            (self._count(path, rows), self.number(path, seconds, most=MOST_SECONDS)) for rows, seconds in points
+        )
         if any(after[0] <= before[0] for before, after in itertools.pairwise(curve)):
             self._note(path, value, "must have its rows in ascending order")
         return curve

@@ -25,6 +25,8 @@ from pdserve.sim.topology import Fused, GateSpec, GroupSpec, Split, Topology
 GATE_WATERMARK = 9
 FUSED_COUNTS = ("data_parallel_size", "num_nodes")
 SPLIT_COUNTS = ("num_prefill_nodes", "num_decode_nodes", "prefill_data_parallel_size", "decode_data_parallel_size")
+# What one process simulates in hours and gigabytes at most.
+MOST_RANKS, MOST_BLOCKS = 10_000, 20_000_000
 COUNTS = (*FUSED_COUNTS, *SPLIT_COUNTS)
 SPLIT_SETTINGS = ("remote_prefill_min_tokens", "max_outstanding_prefills")
 
@@ -115,6 +117,7 @@ class Deployment:
         wrong = [*self._count_faults()]
         sane = self.replace(**{name: 1 for name in COUNTS if not _is_count(getattr(self, name))})
         found = [*wrong, *sane._shape_faults()]
+        found += sane._size_faults()
         for role in sane._roles():
             found += [*sane._args(role).faults(), *sane._share_faults(role)]
         return list({str(fault): fault for fault in found}.values())
@@ -193,6 +196,16 @@ class Deployment:
             if getattr(self, name) != DEFAULTS[name]:
                 reason = "is about a pair; give --num-prefill-nodes and --num-decode-nodes too"
                 yield Fault(flags.spelled(name), getattr(self, name), reason)
+
+    def _size_faults(self) -> Iterable[Fault]:
+        """What no simulation would come to an end with."""
+        if self.num_ranks > MOST_RANKS:
+            yield Fault(
+                "the number of ranks", f"{self.num_ranks:,}", f"must be at most {MOST_RANKS:,}; lower the counts"
+            )
+        elif type(self.num_kv_blocks) is int and self.num_kv_blocks * self.num_ranks > MOST_BLOCKS:
+            reason = f"on {self.num_ranks:,} ranks must be at most {MOST_BLOCKS:,} blocks together; lower it"
+            yield Fault(flag_name("num_kv_blocks"), f"{self.num_kv_blocks:,}", reason)
 
     def _share_faults(self, role: Role) -> Iterable[Fault]:
         """What each rank's part comes to."""

@@ -16,6 +16,10 @@ from typing import Protocol
 
 from pdserve.errors import StartupError
 
+# Far beyond any model's context, and still a list of tokens that a machine can hold.
+MOST_TOKENS = 10_000_000
+# At 5 the longest of a thousand draws is a million times the middle one.
+MOST_SIGMA = 5.0
 FORMS = "N, uniform:LOW:HIGH, lognormal:MEAN:SIGMA[:MOST], or a mix such as 0.9*256+0.1*8000"
 
 
@@ -34,7 +38,7 @@ class Fixed:
     num_tokens: int
 
     def __post_init__(self) -> None:
-        _require(self.num_tokens >= 1, self.num_tokens, "a length is at least 1 token")
+        _require(1 <= self.num_tokens <= MOST_TOKENS, self.num_tokens, f"a length is 1 to {MOST_TOKENS:,} tokens")
 
     def draw(self, random: Random) -> int:
         return self.num_tokens
@@ -52,7 +56,8 @@ class Uniform:
     high: int
 
     def __post_init__(self) -> None:
-        _require(1 <= self.low <= self.high, f"{self.low}:{self.high}", "LOW is at least 1 and at most HIGH")
+        is_range = 1 <= self.low <= self.high <= MOST_TOKENS
+        _require(is_range, f"{self.low}:{self.high}", f"1 <= LOW <= HIGH <= {MOST_TOKENS:,}")
 
     def draw(self, random: Random) -> int:
         return random.randint(self.low, self.high)
@@ -71,13 +76,18 @@ class Lognormal:
     most: int | None = None
 
     def __post_init__(self) -> None:
-        _require(self.mean >= 1 and self.sigma >= 0, f"{self.mean:g}:{self.sigma:g}", "MEAN >= 1 and SIGMA >= 0")
+        is_known = 1 <= self.mean <= MOST_TOKENS and 0 <= self.sigma <= MOST_SIGMA
+        _require(
+            is_known,
+            f"{self.mean:g}:{self.sigma:g}",
+            f"1 <= MEAN <= {MOST_TOKENS:,} and 0 <= SIGMA <= {MOST_SIGMA:g}",
+        )
         _require(self.most is None or self.most >= 1, self.most, "MOST is at least 1 token")
 
     def draw(self, random: Random) -> int:
         mu = math.log(self.mean) - self.sigma**2 / 2
         length = max(1, round(random.lognormvariate(mu, self.sigma)))
-        return length if self.most is None else min(length, self.most)
+        return min(length, self.most or MOST_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.errors import StartupError
+from pdserve.sim.lengths import MOST_TOKENS
 from pdserve.sim.workload import SimRequest
 
 PIECE_TOKENS = 512
@@ -48,7 +49,7 @@ class Trace:
         return None
 
     def _requests(self, lines: Iterator[str]) -> Iterator[SimRequest]:
-        last_ms = 0.0
+        last_ms, number = 0.0, -1
         for number, line in enumerate(lines):
             where = f"{self.path} line {number + 1}"
             found = _object(line, where)
@@ -64,12 +65,14 @@ class Trace:
                 tuple(found["hash_ids"]),
                 PIECE_TOKENS,
             )
+        if number < 0:
+            raise StartupError(f"the trace {self.path} is empty; a line is one request")
 
 
 def _object(line: str, where: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StartupError(f"{where} is no JSON ({error}); a trace has one object a line") from None
     if not isinstance(found, dict):
         raise StartupError(f"{where} is no object; a line has {', '.join(KEYS)}")
@@ -85,8 +88,8 @@ def _number_faults(found: dict[str, Any]) -> Iterator[str]:
     if type(time_ms) not in (int, float) or not math.isfinite(time_ms) or time_ms < 0:
         yield f"timestamp {time_ms!r} must be a number of milliseconds, 0 or more"
     for key in ("input_length", "output_length"):
-        if type(found[key]) is not int or found[key] < 1:
-            yield f"{key} {found[key]!r} must be a whole number of at least 1"
+        if type(found[key]) is not int or not 1 <= found[key] <= MOST_TOKENS:
+            yield f"{key} {found[key]!r} must be a whole number from 1 to {MOST_TOKENS:,}"
 
 
 def _hash_faults(found: dict[str, Any]) -> Iterator[str]:

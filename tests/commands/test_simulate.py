@@ -192,6 +192,11 @@ def test_costs_may_be_a_file_of_one_s_own(tmp_path: Path, capsys: pytest.Capture
         (("poisson", "--costs", "seed-flat", "--slo-ttft-ms", "0"), "--slo-ttft-ms 0.0: must be more than 0"),
         (("poisson", "--costs", "seed-flat", "--chunked-prefil-size", "1"), "did you mean --chunked-prefill-size?"),
         (("poisson", "--costs", "seed-flat", "--prefill-fill-tokens", "64"), "on one rank this only delays"),
+        (
+            ("poisson", "--costs", "seed-flat", "--port", "5"),
+            "--port: is a flag of `pdserve serve` and says nothing to",
+        ),
+        (("poisson", "--costs", "seed-flat", "--html", "-"), "--html - is no file; give a path"),
         (("closed", "--costs", "seed-flat", "--users", "0"), "--users 0 must be at least 1"),
         (("trace", "--costs", "seed-flat"), "--file is missing"),
         (("interference", "--attack-s", "3"), "the published figures are of one pair; give --costs"),

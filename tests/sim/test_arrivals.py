@@ -111,7 +111,8 @@ def test_a_word_is_a_distribution(text: str, lengths: Lengths) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "x", "0", "1.5", "uniform:1", "uniform:9:3", "uniform:0:3", "lognormal:512", "lognormal:nan:1", "zipf:3:1",
-     "lognormal:0.5:1", "lognormal:5:-1", "lognormal:5:1:0", "*5", "0*5", "-1*5", "nan*5", "0.5*4+", "0.5*x"],
+     "lognormal:0.5:1", "lognormal:5:-1", "lognormal:5:1:0", "10000001", "uniform:1:10000001",
+     "lognormal:1e9:1", "lognormal:500:99", "*5", "0*5", "-1*5", "nan*5", "0.5*4+", "0.5*x"],
 )  # fmt: skip
 def test_other_words_are_refused_with_the_forms_that_are_known(text: str) -> None:
     with pytest.raises(StartupError) as error:

@@ -76,7 +76,7 @@ def test_a_decode_curve_is_read_and_written(tmp_path: Path) -> None:
         (0.1, "must be a list of [rows, seconds]"),
         ([[1, 0.1, 2]], "must be a list of [rows, seconds]"),
         ([[4, 0.1], [4, 0.2]], "must have its rows in ascending order"),
-        ([[0, 0.1]], "must be a whole number of at least 1"),
+        ([[0, 0.1]], "must be a whole number from 1 to"),
         ([[1, -0.1]], "must not be negative"),
     ],
 )
@@ -99,8 +99,17 @@ def test_a_fit_is_kept(tmp_path: Path) -> None:
         ({"noise": "much"}, 'noise "much" (from mine.json): must be a number'),
         ({"noise": True}, "noise true (from mine.json): must be a number"),
         ({"noise": float("nan")}, "noise NaN (from mine.json): must be a number"),
-        ({"block_size": 0}, "block_size 0 (from mine.json): must be a whole number of at least 1"),
-        ({"block_bytes": 1.5}, "block_bytes 1.5 (from mine.json): must be a whole number of at least 1"),
+        ({"noise": 1e6}, "noise 1000000.0 (from mine.json): must be at most 3"),
+        (
+            {"front": {"arrival_s": 1e308, "delivery_s": 0}},
+            "front.arrival_s 1e+308 (from mine.json): must be at most 1e+06",
+        ),
+        ({"block_size": 0}, "block_size 0 (from mine.json): must be a whole number from 1 to 1e+18"),
+        ({"block_bytes": 1.5}, "block_bytes 1.5 (from mine.json): must be a whole number from 1 to 1e+18"),
+        (
+            {"block_bytes": 10**19},
+            "block_bytes 10000000000000000000 (from mine.json): must be a whole number from 1 to 1e",
+        ),
         ({"source": " "}, 'source " " (from mine.json): must be some words'),
         ({"front": 3}, "front 3 (from mine.json): must be an object"),
         ({"front": {"arrival_s": 0}}, "front.delivery_s (from mine.json): is missing"),
@@ -136,6 +145,7 @@ def test_all_faults_are_told_at_once() -> None:
     [
         ("{", "is no JSON"),
         ("[]", "must hold one JSON object"),
+        ("[" * 100_000, "is no JSON"),
         ('{"name": "a", "name": "b"}', "is no JSON: name is given twice"),
     ],
 )

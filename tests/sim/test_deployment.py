@@ -97,6 +97,8 @@ def test_a_pair_refuses_what_is_for_fused_nodes(knobs: dict[str, int], reason: s
         ({"chunked_prefill_size": 63}, "--chunked-prefill-size 63: must be at least --block-size (64)"),
         ({"max_num_seqs": "many"}, "--max-num-seqs 'many': must be a valid integer"),
         ({"prefill_any_attempt_interval": 4}, "--prefill-any-attempt-interval 4: needs --prefill-attempt-interval"),
+        ({"data_parallel_size": 10_001, "max_num_seqs": 10_001}, "the number of ranks 10,001: must be at most 10,000"),
+        ({"num_kv_blocks": 10**12}, "--num-kv-blocks 1,000,000,000,000: on 1 ranks must be at most 20,000,000 blocks"),
         ({"host_kv_gb": 1e-6}, "--host-kv-gb 1e-06: holds no KV block of"),
         (
             {"decode_interleave_every": 8, "prefill_attempt_interval": 1, "prefill_any_attempt_interval": 1},

@@ -58,7 +58,8 @@ def test_lines_are_read_as_they_are_needed(path: Path) -> None:
         ({"timestamp": -1}, "timestamp -1 must be a number of milliseconds"),
         ({"timestamp": "soon"}, "timestamp 'soon' must be a number"),
         ({"timestamp": True}, "timestamp True must be a number"),
-        ({"input_length": 0, "hash_ids": []}, "input_length 0 must be a whole number of at least 1"),
+        ({"input_length": 0, "hash_ids": []}, "input_length 0 must be a whole number from 1 to 10,000,000"),
+        ({"output_length": 10**9}, "output_length 1000000000 must be a whole number from 1 to 10,000,000"),
         ({"output_length": 1.5}, "output_length 1.5 must be a whole number"),
         ({"hash_ids": [4]}, "hash_ids has 1 for 600 tokens, one each 512 makes 2"),
         ({"hash_ids": ["a", "b"]}, "hash_ids must be a list of whole numbers"),
@@ -85,6 +86,10 @@ def test_all_that_is_wrong_with_a_line_is_told_at_once(path: Path) -> None:
 )
 def test_a_line_of_another_format_is_refused(line: str, reason: str, path: Path) -> None:
     assert reason in refused(path, line)
+
+
+def test_a_trace_without_a_request_is_refused(path: Path) -> None:
+    assert "is empty" in refused(path)
 
 
 def test_a_trace_that_can_not_be_read_is_refused(path: Path) -> None:

@@ -184,6 +184,13 @@ def test_a_goal_that_is_not_reached_is_said() -> None:
     assert "Beware: on 6 of 6 fresh samples it does not reach the goal" in " ".join(sentences(tuned, Capacity(1, 1)))
 
 
+def test_a_freeze_that_the_percentile_of_gaps_does_not_see_is_said() -> None:
+    frozen = tuned_of([measures(itl_p99_s=0.1, worst_gap_s=70.0)] * 6, [measures(itl_p99_s=0.1, worst_gap_s=74.0)] * 6)
+    assert "Mind its worst gap of 74.0 s" in " ".join(sentences(frozen, Capacity(1, 1)))
+    smooth = tuned_of([measures(itl_p99_s=0.1, worst_gap_s=0.5)] * 6, [measures(itl_p99_s=0.1, worst_gap_s=0.9)] * 6)
+    assert "Mind" not in " ".join(sentences(smooth, Capacity(1, 1)))
+
+
 def test_changes_name_what_is_new_and_what_is_gone() -> None:
     assert changes(DEFAULT, BAD) == "(no --prefill-any-attempt-interval) (no --prefill-attempt-interval)"
     assert changes(DEFAULT.replace(decode_interleave_every=4), DEFAULT) == "--decode-interleave-every 4"

@@ -33,6 +33,9 @@ def timeline_of(asked: Asked, title: str) -> Timeline | None:
     """A listener for the pictures that were asked for; None without any."""
     if asked.png is None and asked.html is None:
         return None
+    for flag, name in (("--png", asked.png), ("--html", asked.html)):
+        if name == "-":
+            raise StartupError(f"{flag} - is no file; give a path (only --json writes to standard output)")
     if asked.png is not None:
         require_matplotlib("--png")  # told before the simulation, not after it
     return Timeline(topology=asked.deployment.topology(), title=title)

@@ -58,7 +58,7 @@ def test_a_handoff_faster_than_can_be_told_is_as_fast_as_a_copy() -> None:
     heard = [Heard(length, 0.0, (1.0, 1.001)) for length in (60, 250, 500)]
     found = handoff_costs(heard, COEFFICIENTS, 1.0, 64, BLOCK_BYTES, 4e9)
     assert found.latency_s == 0.0
-    assert found.bytes_per_s == 4e9
+    assert found.bytes_per_s == pytest.approx(4e9)
 
 
 def test_noise_is_the_deviation_of_the_logarithm_and_ignores_strays() -> None:
