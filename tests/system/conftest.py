@@ -132,6 +132,9 @@ def whole(quick_nodes: Nodes) -> Node:
 
 # UCX reads its transports once a process. By default one host copies straight between processes; tcp is what two do.
 TRANSPORTS = {"default": None, "tcp": "tcp,self"}
+# Copies between processes are over within a call, which hides every race: the failure matrix counts over tcp, and its
+# other half is for `make soak-handoff`.
+MATRIX_TRANSPORTS = ("tcp", pytest.param("default", marks=pytest.mark.soak))
 
 
 @pytest.fixture(scope="session")

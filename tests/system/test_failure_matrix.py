@@ -33,7 +33,7 @@ from pdserve.errors import PeerMismatch, QueueFull
 from pdserve.request import LeaseId
 from pdserve.rpc.handoff import Accepted, Release, Released
 from tests.roles.relay import DecodeByHand, decode_by_hand
-from tests.system.conftest import TRANSPORTS
+from tests.system.conftest import MATRIX_TRANSPORTS, TRANSPORTS
 from tests.system.control import Asking, stopped
 from tests.system.matrix import LEASE_S, NUM_NEW, NUM_QUEUED, NUM_SLOTS, SETTINGS, Watched, new_prompt, watched_pair
 from tests.system.nodes import CHUNK, PATIENCE_S, Node, Nodes, wait_for, wait_until_connected, wait_until_serving
@@ -41,7 +41,7 @@ from tests.system.nodes import CHUNK, PATIENCE_S, Node, Nodes, wait_for, wait_un
 pytestmark = pytest.mark.system
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module", params=MATRIX_TRANSPORTS)
 def watched(request: pytest.FixtureRequest, quick_nodes: Nodes) -> Iterator[Watched]:
     pair = watched_pair(quick_nodes, TRANSPORTS[request.param])
     yield pair

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.system.conftest import TRANSPORTS
+from tests.system.conftest import MATRIX_TRANSPORTS, TRANSPORTS
 from tests.system.control import Asking, Control, stopped
 from tests.system.matrix import NUM_NEW, Watched, begin_decode, begin_prefill, new_prompt, watched_pair
 from tests.system.nodes import CHUNK, Node, Nodes, wait_for, wait_until_connected, wait_until_serving
@@ -14,7 +14,7 @@ from tests.system.nodes import CHUNK, Node, Nodes, wait_for, wait_until_connecte
 pytestmark = pytest.mark.system
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module", params=MATRIX_TRANSPORTS)
 def watched(request: pytest.FixtureRequest, quick_nodes: Nodes) -> Iterator[Watched]:
     """Each test leaves it with a prefill node that lives."""
     pair = watched_pair(quick_nodes, TRANSPORTS[request.param])
