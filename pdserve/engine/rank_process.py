@@ -28,7 +28,7 @@ from pdserve.model.runner import ModelRunner
 from pdserve.model.torch_runner import load
 from pdserve.model.weights import checkpoint_files, revision
 from pdserve.request import RequestId, SamplingParams, TokenRequest
-from pdserve.scheduler.config import CadenceLimits, SchedulerConfig
+from pdserve.scheduler.config import GATE_WATERMARK, CadenceLimits, SchedulerConfig
 from pdserve.scheduler.gate import PrefillGate
 from pdserve.scheduler.plan import StepDone, Submission
 from pdserve.scheduler.scheduler import Scheduler
@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _WARM_UP_ROUNDS = 3
-# With a gate, tenths of the pool above which no new prompt is admitted.
-GATE_WATERMARK = 9
 
 
 def main() -> int:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from pdserve.errors import StartupError
 
+# With a gate, tenths of the pool above which no new prompt is admitted.
+GATE_WATERMARK = 9
+
 
 @dataclass(frozen=True, slots=True)
 class CadenceLimits:

@@ -17,12 +17,10 @@ from pdserve.config.faults import shown
 from pdserve.config.fields import FIELDS, flag_name
 from pdserve.config.group import GroupArgs
 from pdserve.config.policy_rules import POLICY_FIELDS
-from pdserve.scheduler.config import CadenceLimits, SchedulerConfig
+from pdserve.scheduler.config import GATE_WATERMARK, CadenceLimits, SchedulerConfig
 from pdserve.sim.costs import CostModel
 from pdserve.sim.topology import Fused, GateSpec, GroupSpec, Split, Topology
 
-# As a node's: the gate admits no new prompt while more tenths of the pool are held.
-GATE_WATERMARK = 9
 FUSED_COUNTS = ("data_parallel_size", "num_nodes")
 SPLIT_COUNTS = ("num_prefill_nodes", "num_decode_nodes", "prefill_data_parallel_size", "decode_data_parallel_size")
 # What one process simulates in hours and gigabytes at most.
