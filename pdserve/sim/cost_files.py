@@ -194,13 +194,13 @@ class _Reader:
         """Points [count, seconds] whose counts ascend."""
         points: list[Any] = value if isinstance(value, list) else [None]
         if not all(isinstance(point, list) and len(point) == 2 for point in points):
-            self._note(path, value, "must be a list of [rows, seconds]")
+            self._note(path, value, "must be a list of [amount, seconds]")
             return ()
         curve = tuple(
-            (self._count(path, rows), self.number(path, seconds, most=MOST_SECONDS)) for rows, seconds in points
+            (self._count(path, amount), self.number(path, seconds, most=MOST_SECONDS)) for amount, seconds in points
         )
         if any(after[0] <= before[0] for before, after in itertools.pairwise(curve)):
-            self._note(path, value, "must have its rows in ascending order")
+            self._note(path, value, "must have its amounts in ascending order")
         return curve
 
     def _text(self, path: str, value: object) -> str:

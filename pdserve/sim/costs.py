@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from pdserve.scheduler.plan import RoundPlan, Row
 
+# Points (amount, seconds) in ascending order of the amount.
+Curve = tuple[tuple[int, float], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class RankCosts:
@@ -16,8 +19,10 @@ class RankCosts:
     prefill  prefill_fixed + sum over chunks of tokens * (prefill_token + prefill_token_context * mean context)
     decode   decode_fixed + rows * decode_row + decode_context * tokens of context of all rows
     A round with both pays the larger fixed part once. The mean context of a chunk [start, end) is (start + end) / 2.
-    decode_curve: (rows, seconds) in ascending order; a round of decodes alone takes what lies between its neighbours in
-    place of decode_fixed + rows * decode_row, as kernels for few rows differ; past the last, decode_row for each more.
+    prefill_curve: by the tokens of all chunks of a round, in place of prefill_fixed + tokens * prefill_token.
+    decode_curve: by rows, in place of decode_fixed + rows * decode_row, for a round of decodes alone.
+    Curves are there because kernels for little work differ: a round takes what lies between its neighbours on the
+    curve, before the first point as much as there, and past the last prefill_token or decode_row for each more.
     """
 
     prefill_fixed_s: float
@@ -26,38 +31,50 @@ class RankCosts:
     decode_fixed_s: float
     decode_row_s: float
     decode_context_s: float
-    decode_curve: tuple[tuple[int, float], ...] = ()
+    prefill_curve: Curve = ()
+    decode_curve: Curve = ()
 
     def round_s(self, plan: RoundPlan) -> float:
         """Seconds of the forward and all that is done for it; 0 for a plan without rows."""
-        prefill_s = self.chunks_s(plan.prefill)
         if not plan.decode:
-            return prefill_s + (self.prefill_fixed_s if plan.prefill else 0.0)
-        context = sum(row.end for row in plan.decode)
+            return self.prefill_s(plan.prefill) if plan.prefill else 0.0
+        num_rows = len(plan.decode)
+        context_s = sum(row.end for row in plan.decode) * self.decode_context_s
         if not plan.prefill:
-            return self.decode_rows_s(len(plan.decode)) + context * self.decode_context_s
-        decode_s = len(plan.decode) * self.decode_row_s + context * self.decode_context_s
-        return max(self.prefill_fixed_s, self.decode_fixed_s) + prefill_s + decode_s
+            return self.decode_rows_s(num_rows) + context_s
+        fixed_s = max(0.0, self.decode_fixed_s - self.prefill_fixed_s)
+        return self.prefill_s(plan.prefill) + fixed_s + num_rows * self.decode_row_s + context_s
 
     def decode_rows_s(self, num_rows: int) -> float:
         """Seconds of a round of decodes beside what their contexts cost."""
-        curve = self.decode_curve
-        if not curve:
+        if not self.decode_curve:
             return self.decode_fixed_s + num_rows * self.decode_row_s
-        at = bisect_left(curve, (num_rows, 0.0))
-        if at == len(curve):
-            return curve[-1][1] + (num_rows - curve[-1][0]) * self.decode_row_s
-        if at == 0 or curve[at][0] == num_rows:
-            return curve[at][1]
-        (low, low_s), (high, high_s) = curve[at - 1 : at + 1]
-        return low_s + (high_s - low_s) * (num_rows - low) / (high - low)
+        return _on_curve(self.decode_curve, num_rows, self.decode_row_s)
 
-    def chunks_s(self, rows: Iterable[Row]) -> float:
-        """Seconds of these chunks beside a round's fixed part."""
-        return sum(
-            (row.end - row.start) * (self.prefill_token_s + self.prefill_token_context_s * (row.start + row.end) / 2)
-            for row in rows
-        )
+    def prefill_tokens_s(self, num_tokens: int) -> float:
+        """Seconds of a round of chunks alone beside what their contexts cost."""
+        if not self.prefill_curve:
+            return self.prefill_fixed_s + num_tokens * self.prefill_token_s
+        return _on_curve(self.prefill_curve, num_tokens, self.prefill_token_s)
+
+    def prefill_s(self, rows: Iterable[Row]) -> float:
+        """Seconds of a round of these chunks alone."""
+        num_tokens, context = 0, 0.0
+        for row in rows:
+            num_tokens += row.end - row.start
+            context += (row.end - row.start) * (row.start + row.end) / 2
+        return self.prefill_tokens_s(num_tokens) + context * self.prefill_token_context_s
+
+
+def _on_curve(curve: Curve, amount: int, more_s: float) -> float:
+    """more_s: for each that `amount` is past the last point."""
+    at = bisect_left(curve, (amount, 0.0))
+    if at == len(curve):
+        return curve[-1][1] + (amount - curve[-1][0]) * more_s
+    if at == 0 or curve[at][0] == amount:
+        return curve[at][1]
+    (low, low_s), (high, high_s) = curve[at - 1 : at + 1]
+    return low_s + (high_s - low_s) * (amount - low) / (high - low)
 
 
 @dataclass(frozen=True, slots=True)

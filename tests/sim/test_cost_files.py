@@ -62,10 +62,11 @@ def test_what_is_saved_reads_the_same(name: str, tmp_path: Path) -> None:
     assert cost_files.load(tmp_path / "again.json") == read
 
 
-def test_a_decode_curve_is_read_and_written(tmp_path: Path) -> None:
-    rank = {**found()["fused"], "decode_curve": [[1, 0.1], [4, 0.3]]}
+def test_curves_are_read_and_written(tmp_path: Path) -> None:
+    rank = {**found()["fused"], "decode_curve": [[1, 0.1], [4, 0.3]], "prefill_curve": [[16, 0.2]]}
     read = cost_files.parse(found(fused=rank))
     assert read.costs.fused.decode_curve == ((1, 0.1), (4, 0.3))
+    assert read.costs.fused.prefill_curve == ((16, 0.2),)
     cost_files.save(read, tmp_path / "again.json")
     assert cost_files.load(tmp_path / "again.json") == read
 
@@ -73,9 +74,9 @@ def test_a_decode_curve_is_read_and_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("curve", "reason"),
     [
-        (0.1, "must be a list of [rows, seconds]"),
-        ([[1, 0.1, 2]], "must be a list of [rows, seconds]"),
-        ([[4, 0.1], [4, 0.2]], "must have its rows in ascending order"),
+        (0.1, "must be a list of [amount, seconds]"),
+        ([[1, 0.1, 2]], "must be a list of [amount, seconds]"),
+        ([[4, 0.1], [4, 0.2]], "must have its amounts in ascending order"),
         ([[0, 0.1]], "must be a whole number from 1 to"),
         ([[1, -0.1]], "must not be negative"),
     ],
@@ -183,7 +184,7 @@ def chunk(start: int, end: int) -> Row:
 
 def test_seed_context_is_the_curve_its_source_describes() -> None:
     costs = cost_files.load("seed-context").costs.fused
-    seconds = [costs.prefill_fixed_s + costs.chunks_s([row]) for row in chunks()]
+    seconds = [costs.prefill_s([row]) for row in chunks()]
     assert len(seconds) == 58
     assert sum(seconds) == pytest.approx(58 * 1.35)
     runs = [sum(seconds[start : start + 8]) for start in range(0, 56, 8)]
@@ -191,10 +192,10 @@ def test_seed_context_is_the_curve_its_source_describes() -> None:
     steps = [after - before for before, after in itertools.pairwise(seconds[:57])]  # the last is shorter
     assert steps == pytest.approx([steps[0]] * len(steps))  # a + b * i
     middle = chunk(100_009 - 192, 100_009 + 192)
-    assert costs.prefill_fixed_s + costs.chunks_s([middle]) == pytest.approx(0.388, rel=1e-4)
+    assert costs.prefill_s([middle]) == pytest.approx(0.388, rel=1e-4)
 
 
 def test_seed_flat_costs_the_same_for_every_chunk() -> None:
     costs = cost_files.load("seed-flat").costs.fused
-    assert {costs.prefill_fixed_s + costs.chunks_s([row]) for row in chunks()} == {1.35}
+    assert {costs.prefill_s([row]) for row in chunks()} == {1.35}
     assert 1 / costs.decode_fixed_s == pytest.approx(59.4)

@@ -45,5 +45,13 @@ def test_a_curve_is_followed_between_its_points_and_goes_on_as_the_line(num_rows
     assert CURVED.round_s(plan) == pytest.approx(seconds + num_rows * 100 * 0.00001)
 
 
+@pytest.mark.parametrize(("num_tokens", "seconds"), [(1, 0.2), (16, 0.2), (40, 0.25), (64, 0.3), (74, 0.4)])
+def test_chunks_follow_their_curve_by_the_tokens_of_all_of_them(num_tokens: int, seconds: float) -> None:
+    curved = dataclasses.replace(LINE, prefill_curve=((16, 0.2), (64, 0.3)))
+    both = chunk(0, num_tokens - num_tokens // 2) + chunk(0, num_tokens // 2)
+    context = sum(row.end * row.end / 2 for row in both)
+    assert curved.round_s(RoundPlan(0, (), both, ())) == pytest.approx(seconds + context * 0.0001)
+
+
 def test_an_empty_round_costs_nothing() -> None:
     assert LINE.round_s(RoundPlan(0, (), (), ())) == 0.0

@@ -7,26 +7,40 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from pdserve.bench.calibration.fit import Observation, fit
-from pdserve.bench.calibration.plan import CURVE, decode_parts
+from pdserve.bench.calibration.plan import DECODE_CURVE, PREFILL_CURVE, decode_parts
 from pdserve.bench.listening import Heard
-from pdserve.sim.costs import HandoffCosts, RankCosts
+from pdserve.sim.costs import Curve, HandoffCosts, RankCosts
 
 MAD_TO_DEVIATION = 1.4826
 
 
 def rank_costs(coefficients: Mapping[str, float]) -> RankCosts:
-    """Those of the coefficients that are a rank's; the curve's points are also told as a line."""
-    curve = sorted((int(name.removeprefix(CURVE)), value) for name, value in coefficients.items() if CURVE in name)
-    line = fit([Observation("", seconds, {"fixed": 1.0, "row": float(rows)}) for rows, seconds in curve])
+    """Those of the coefficients that are a rank's; each curve is also told as a line."""
+    prefill, decode = _curve(coefficients, PREFILL_CURVE), _curve(coefficients, DECODE_CURVE)
+    prefill_fixed_s, prefill_token_s = _line(prefill)
+    decode_fixed_s, decode_row_s = _line(decode)
     return RankCosts(
-        prefill_fixed_s=coefficients["prefill_fixed_s"],
-        prefill_token_s=coefficients["prefill_token_s"],
+        prefill_fixed_s=prefill_fixed_s,
+        prefill_token_s=prefill_token_s,
         prefill_token_context_s=coefficients["prefill_token_context_s"],
-        decode_fixed_s=line["fixed"],
-        decode_row_s=line["row"],
+        decode_fixed_s=decode_fixed_s,
+        decode_row_s=decode_row_s,
         decode_context_s=coefficients["decode_context_s"],
-        decode_curve=tuple(curve),
+        prefill_curve=prefill,
+        decode_curve=decode,
     )
+
+
+def _curve(coefficients: Mapping[str, float], prefix: str) -> Curve:
+    return tuple(
+        sorted((int(name.removeprefix(prefix)), seconds) for name, seconds in coefficients.items() if prefix in name)
+    )
+
+
+def _line(curve: Curve) -> tuple[float, float]:
+    """Seconds of none, and of each more."""
+    found = fit([Observation("", seconds, {"none": 1.0, "each": float(amount)}) for amount, seconds in curve])
+    return found["none"], found["each"]
 
 
 def handoff_costs(

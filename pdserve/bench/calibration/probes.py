@@ -34,7 +34,7 @@ class Prober:
     def prefills(self, plan: CalibrationPlan, lengths: Sequence[int]) -> Iterator[Observation]:
         """Lone prompts, with the way there and back."""
         for length in lengths:
-            parts = prompt_parts(length, self.node.chunk)
+            parts = prompt_parts(length, self.node.chunk, plan.prefill_points)
             times_s = [self._lone(length) for _ in range(plan.times(length))]
             yield Observation(f"prompt of {length}", statistics.median(times_s), {**parts, "front_s": 1.0})
 
@@ -42,7 +42,7 @@ class Prober:
         for num_prompts, length in plan.groups:
             times_s = [self._group(num_prompts, length) for _ in range(plan.repeats)]
             what = f"{num_prompts} prompts of {length}"
-            yield Observation(what, statistics.median(times_s), group_parts(num_prompts, length))
+            yield Observation(what, statistics.median(times_s), group_parts(num_prompts, length, plan.prefill_points))
 
     def decodes(self, plan: CalibrationPlan) -> Iterator[tuple[Observation, list[float]]]:
         """Each batch's round, and all its gaps."""

@@ -15,7 +15,7 @@ from pdserve.bench.deployed import Deployed
 from pdserve.bench.listening import Call, Heard, unique_prompt
 from pdserve.bench.policy_runs import Model
 from pdserve.bench.simulated import hear_simulated
-from pdserve.sim.costs import CostModel, RankCosts
+from pdserve.sim.costs import CostModel, Curve, RankCosts
 from pdserve.sim.deployment import Deployment
 from pdserve.sim.workload import SimRequest
 
@@ -44,13 +44,13 @@ class Speed:
         return deployment.replace(
             costs=dataclasses.replace(
                 costs,
-                fused=self._scaled(costs.fused),
-                prefill=self._scaled(costs.prefill),
-                decode=self._scaled(costs.decode),
+                fused=self._slower(costs.fused),
+                prefill=self._slower(costs.prefill),
+                decode=self._slower(costs.decode),
             )
         )
 
-    def _scaled(self, costs: RankCosts) -> RankCosts:
+    def _slower(self, costs: RankCosts) -> RankCosts:
         return RankCosts(
             prefill_fixed_s=costs.prefill_fixed_s * self.prefill,
             prefill_token_s=costs.prefill_token_s * self.prefill,
@@ -58,7 +58,8 @@ class Speed:
             decode_fixed_s=costs.decode_fixed_s * self.decode,
             decode_row_s=costs.decode_row_s * self.decode,
             decode_context_s=costs.decode_context_s * self.decode,
-            decode_curve=tuple((rows, seconds * self.decode) for rows, seconds in costs.decode_curve),
+            prefill_curve=_scaled(costs.prefill_curve, self.prefill),
+            decode_curve=_scaled(costs.decode_curve, self.decode),
         )
 
 
@@ -71,6 +72,10 @@ def probe(node: Deployed, model: Model, seed: str) -> Heard:
     """PROBE on the idle node; another seed is another prompt, of which nothing is cached."""
     prompt = unique_prompt(model.text, PROBE.num_prompt_tokens, f"probe {seed}")
     return node.hear_all([Call(PROBE.number, prompt, PROBE.num_output_tokens)])[0]
+
+
+def _scaled(curve: Curve, factor: float) -> Curve:
+    return tuple((amount, seconds * factor) for amount, seconds in curve)
 
 
 def _gap_s(heard: Heard) -> float:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 
 import pytest
 
 from pdserve.bench.calibration.copies import measure_tiers
 from pdserve.bench.calibration.derived import handoff_costs, noise_of, rank_costs
-from pdserve.bench.calibration.plan import CalibrationPlan, prompt_parts
+from pdserve.bench.calibration.plan import CalibrationPlan, group_parts, prompt_parts
 from pdserve.bench.calibration.probes import steady_gaps
 from pdserve.bench.listening import Heard
 from pdserve.errors import InternalError
@@ -14,8 +15,9 @@ from pdserve.request import RequestId
 from pdserve.scheduler.plan import RoundPlan, Row
 
 COEFFICIENTS = {
-    "prefill_fixed_s": 0.01,
-    "prefill_token_s": 0.001,
+    "prefill_tokens_16": 0.07,
+    "prefill_tokens_64": 0.08,
+    "prefill_tokens_128": 0.13,
     "prefill_token_context_s": 1e-6,
     "decode_rows_1": 0.022,
     "decode_rows_3": 0.026,
@@ -30,7 +32,7 @@ def test_the_parts_of_a_prompt_are_what_the_cost_model_charges_its_chunks() -> N
     costs, length, chunk = rank_costs(COEFFICIENTS), 1000, 128
     chunks = [Row(RequestId("r"), 0, at, min(at + chunk, length), (), False) for at in range(0, length, chunk)]
     charged_s = sum(costs.round_s(RoundPlan(0, (), (row,), ())) for row in chunks)
-    parts = prompt_parts(length, chunk)
+    parts = prompt_parts(length, chunk, (16, 64, 128))
     assert sum(COEFFICIENTS[name] * amount for name, amount in parts.items()) == pytest.approx(charged_s)
 
 
@@ -38,6 +40,17 @@ def test_a_curve_is_kept_with_the_line_through_it() -> None:
     costs = rank_costs(COEFFICIENTS)
     assert costs.decode_curve == ((1, 0.022), (3, 0.026), (8, 0.036))
     assert (costs.decode_fixed_s, costs.decode_row_s) == (pytest.approx(0.02), pytest.approx(0.002))
+    assert costs.prefill_curve == ((16, 0.07), (64, 0.08), (128, 0.13))
+    assert 0.05 < costs.prefill_fixed_s < 0.07
+
+
+@pytest.mark.parametrize(("num_prompts", "length"), [(1, 7), (2, 20), (2, 64), (1, 200)])
+def test_the_parts_of_a_round_of_prompts_are_what_the_cost_model_charges_it(num_prompts: int, length: int) -> None:
+    costs = dataclasses.replace(rank_costs(COEFFICIENTS), prefill_token_s=0.13 / 128)
+    rows = tuple(Row(RequestId(f"r{number}"), number, 0, length, (), True) for number in range(num_prompts))
+    parts = group_parts(num_prompts, length, (16, 64, 128))
+    charged_s = costs.round_s(RoundPlan(0, (), rows, ()))
+    assert sum(COEFFICIENTS[name] * amount for name, amount in parts.items()) == pytest.approx(charged_s)
 
 
 def test_a_handoff_is_told_from_the_gap_after_the_first_token() -> None:

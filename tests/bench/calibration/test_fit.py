@@ -7,14 +7,22 @@ import numpy as np
 import pytest
 
 from pdserve.bench.calibration.fit import Observation, fit
-from pdserve.bench.calibration.plan import ROWS, CalibrationPlan, curve_point, decode_parts, group_parts, prompt_parts
+from pdserve.bench.calibration.plan import (
+    DECODE_CURVE,
+    PREFILL_CURVE,
+    ROWS,
+    CalibrationPlan,
+    decode_parts,
+    group_parts,
+    prompt_parts,
+)
 from pdserve.errors import InternalError
 
+POINTS = CalibrationPlan().prefill_points
 TRUE = {
-    "prefill_fixed_s": 0.012,
-    "prefill_token_s": 0.0011,
+    **{f"{PREFILL_CURVE}{tokens}": 0.012 + 0.0011 * tokens + 0.05 * (tokens < 100) for tokens in POINTS},
     "prefill_token_context_s": 4e-7,
-    **{curve_point(rows): 0.02 + 0.002 * rows + 0.01 * (4 <= rows < 16) for rows in ROWS},
+    **{f"{DECODE_CURVE}{rows}": 0.02 + 0.002 * rows + 0.01 * (4 <= rows < 16) for rows in ROWS},
     "decode_context_s": 3e-6,
     "front_s": 0.005,
 }
@@ -23,9 +31,9 @@ TRUE = {
 def observations(coefficients: dict[str, float], noise: float = 0.0) -> list[Observation]:
     """Everything that a fused node is asked in a calibration."""
     plan, random = CalibrationPlan(), Random(1)
-    parts = [{**prompt_parts(length, plan.chunk), "front_s": 1.0} for length in plan.lengths]
-    parts += [{**prompt_parts(length, plan.other_chunk), "front_s": 1.0} for length in plan.other_lengths]
-    parts += [group_parts(*group) for group in plan.groups]
+    parts = [{**prompt_parts(length, plan.chunk, POINTS), "front_s": 1.0} for length in plan.lengths]
+    parts += [{**prompt_parts(length, plan.other_chunk, POINTS), "front_s": 1.0} for length in plan.other_lengths]
+    parts += [group_parts(*group, POINTS) for group in plan.groups]
     parts += [decode_parts(batch.rows, batch.prompt + 10) for batch in plan.batches]
     return [
         Observation(
@@ -43,7 +51,7 @@ def test_three_percent_of_noise_moves_predictions_by_less_than_the_tolerances() 
     found = fit(observations(TRUE, noise=0.03))
     worst = max(abs(seen.error(found)) for seen in observations(TRUE))
     assert worst < 0.08
-    assert found["prefill_token_s"] == pytest.approx(TRUE["prefill_token_s"], rel=0.05)
+    assert found["prefill_tokens_512"] == pytest.approx(TRUE["prefill_tokens_512"], rel=0.05)
 
 
 def test_what_would_be_negative_is_zero_and_the_rest_is_fitted_without_it() -> None:
@@ -51,7 +59,7 @@ def test_what_would_be_negative_is_zero_and_the_rest_is_fitted_without_it() -> N
     found = fit(observations(crooked))
     assert found["decode_context_s"] == 0.0
     assert min(found.values()) >= 0.0
-    assert found["prefill_token_s"] == pytest.approx(TRUE["prefill_token_s"])
+    assert found["prefill_tokens_512"] == pytest.approx(TRUE["prefill_tokens_512"])
 
 
 def test_where_dropping_one_makes_another_negative_the_best_of_all_is_found() -> None:
