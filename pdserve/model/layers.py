@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.model.linear import Linear
 from pdserve.model.model_config import DefaultRope, LinearRope, Llama3Rope, Rope, YarnRope
 
 
@@ -19,10 +20,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape[-1:], None, eps) * weight
 
 
-def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def gated_mlp(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
     """down(silu(gate x) * up x), with gate and up stacked in one matrix."""
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate).mul_(up), down)
+    gate, up = gate_up(x).chunk(2, dim=-1)
+    return down(F.silu(gate).mul_(up))
 
 
 # ---------------------------------------------------------------- rotary embeddings

@@ -31,14 +31,14 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab]."""
-        return F.linear(hidden, self._weights.lm_head)
+        return self._weights.lm_head(hidden)
 
     def _attend(self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         config = self._config
-        qkv = F.linear(rms_norm(x, layer.input_norm, config.rms_norm_eps), layer.qkv, layer.qkv_bias)
+        qkv = layer.qkv(rms_norm(x, layer.input_norm, config.rms_norm_eps))
         heads = qkv.view(len(qkv), -1, config.head_dim)  # [num_tokens, q heads then k heads then v heads, head_dim]
         qk, v = heads.tensor_split((config.num_heads + config.num_kv_heads,), dim=1)
         if layer.qk_norm is not None:
             qk = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
         q, k = rotate(qk, cos, sin).tensor_split((config.num_heads,), dim=1)
-        return F.linear(self._attention.run(index, q, k, v), layer.attention_output)
+        return layer.attention_output(self._attention.run(index, q, k, v))

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdserve.errors import StartupError
+from pdserve.model.linear import Linear
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.progress import Progress, no_progress
 
@@ -26,26 +27,25 @@ NUM_SAMPLES = 256
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Matrices are [out, in]. heads: the num_heads query heads, then the num_kv_heads key heads."""
+    """heads: the num_heads query heads, then the num_kv_heads key heads."""
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(heads + num_kv_heads) * head_dim, hidden]
-    qkv_bias: Tensor | None  # [(heads + num_kv_heads) * head_dim]
+    qkv: Linear  # hidden -> (heads + num_kv_heads) * head_dim
     qk_norm: Tensor | None  # [heads, head_dim]
-    attention_output: Tensor  # [hidden, num_heads * head_dim]
+    attention_output: Linear  # num_heads * head_dim -> hidden
     mlp_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    down: Tensor  # [hidden, intermediate]
+    gate_up: Linear  # hidden -> 2 * intermediate
+    down: Linear  # intermediate -> hidden
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All float32. lm_head is the embedding itself where the two are tied."""
+    """All float32. lm_head multiplies by the embedding where the two are tied."""
 
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden]
-    lm_head: Tensor  # [vocab, hidden]
+    lm_head: Linear  # hidden -> vocab
 
 
 def load_weights(directory: Path, config: ModelConfig, progress: Progress = no_progress) -> ModelWeights:
@@ -55,13 +55,17 @@ def load_weights(directory: Path, config: ModelConfig, progress: Progress = no_p
     layers = tuple(_layer(checkpoint, config, f"model.layers.{index}.") for index in range(config.num_layers))
     final_norm = checkpoint.take("model.norm.weight")
     lm_head = embedding if config.has_tied_embeddings else checkpoint.take("lm_head.weight")
-    return ModelWeights(embedding, layers, final_norm, lm_head)
+    return ModelWeights(embedding, layers, final_norm, Linear(lm_head))
 
 
 def _layer(checkpoint: _Checkpoint, config: ModelConfig, prefix: str) -> LayerWeights:
     def take(*names: str) -> Tensor:
         parts = [checkpoint.take(prefix + name) for name in names]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def linear(*names: str, has_bias: bool = False) -> Linear:
+        bias = take(*(f"{name}.bias" for name in names)) if has_bias else None
+        return Linear(take(*(f"{name}.weight" for name in names)), bias)
 
     qkv = [f"self_attn.{letter}_proj" for letter in "qkv"]
     qk_norm = None
@@ -70,13 +74,12 @@ def _layer(checkpoint: _Checkpoint, config: ModelConfig, prefix: str) -> LayerWe
         qk_norm = torch.stack([q_norm] * config.num_heads + [k_norm] * config.num_kv_heads)
     return LayerWeights(
         input_norm=take("input_layernorm.weight"),
-        qkv=take(*(f"{name}.weight" for name in qkv)),
-        qkv_bias=take(*(f"{name}.bias" for name in qkv)) if config.family.has_qkv_bias else None,
+        qkv=linear(*qkv, has_bias=config.family.has_qkv_bias),
         qk_norm=qk_norm,
-        attention_output=take("self_attn.o_proj.weight"),
+        attention_output=linear("self_attn.o_proj"),
         mlp_norm=take("post_attention_layernorm.weight"),
-        gate_up=take("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        down=take("mlp.down_proj.weight"),
+        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+        down=linear("mlp.down_proj"),
     )
 
 
