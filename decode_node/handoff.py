@@ -341,6 +341,7 @@ class Handoffs:
             self.counters["kv_bytes_total"] += message.num_bytes
             self.counters["kv_reads_total"] += message.num_reads
             self.counters["kv_descriptors_total"] += message.num_descriptors
+            self.counters["kv_read_microseconds_total"] += round(message.elapsed_s * 1e6)
         handoff = self._live.get(message.transfer_id)
         if handoff is not None:
             handoff.put(message)

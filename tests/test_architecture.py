@@ -96,7 +96,7 @@ ROLE_IDENTIFIER = re.compile(r"role|is_prefill\w*|is_decode\w*|is_fused|disagg\w
 KNOWS_ROLES = (
     *("pdserve.config", "pdserve.cli", "pdserve.commands", "pdserve.startup", "pdserve.node_process", "pdserve.demo"),
     "pdserve.node",  # names the node in logs and to its peers
-    *("pdserve.bench.streams", "pdserve.bench.deployed", "pdserve.bench.chaos_fleet"),  # start nodes
+    *("pdserve.bench.streams", "pdserve.bench.deployed", "pdserve.bench.chaos.fleet"),  # start nodes
     "pdserve.sim.deployment",  # settings of nodes of each kind
     *ROLES,
 )

@@ -26,7 +26,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.bench.chaos_fleet import Fleet, Member, make_member
+from pdserve.bench.chaos.fleet import Fleet, Member, make_member
 from pdserve.bench.handoff_witness import Phase
 from pdserve.bench.tiny_model import NUM_BYTES, QUICK, make_model
 from pdserve.bench.waiting import until
@@ -123,13 +123,16 @@ async def _measure(fleet: Fleet, report: Report, num_repeats: int) -> None:
     random = Random(f"failover {len(fleet.prefills)}")
     watching = asyncio.create_task(report.health.watch(decode))
     try:
-        undisturbed = [_Asking(fleet, _prompt(random, report)) for _ in range(num_repeats)]
+        undisturbed = [Asking(fleet, _prompt(random, report)) for _ in range(num_repeats)]
         for asking in undisturbed:
             await asking.run()
         ttft_s = statistics.median(asking.wait_s(asking.started_s) for asking in undisturbed)
         report.undisturbed_ttft_s[str(len(fleet.prefills))] = ttft_s
         for phase in [phase for phase in PHASES for _ in range(num_repeats)]:
-            report.failovers.append(await _kill_in(phase, fleet, _prompt(random, report)))
+            killed = await kill_under(phase, fleet, _prompt(random, report))
+            report.failovers.append(
+                Failover(len(fleet.prefills), phase.value, killed.reached.value, killed.next_token_s, killed.place)
+            )
             await asyncio.gather(*(member.recover() for member in fleet.members))
     finally:
         watching.cancel()
@@ -142,13 +145,14 @@ def _prompt(random: Random, report: Report) -> list[int]:
 
 
 @dataclass(slots=True)
-class _Asking:
+class Asking:
     """One request through the fleet's decode node. piece_times_s: of each piece, on the monotonic clock."""
 
     fleet: Fleet
     prompt: Sequence[int]
     started_s: float = 0.0
     piece_times_s: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     placement: str = ""
 
     async def run(self) -> None:
@@ -157,8 +161,9 @@ class _Asking:
         async with client.stream(
             token_ids=self.prompt, max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True, timeout_s=ANSWER_S
         ) as stream:
-            async for _ in stream:
+            async for piece in stream:
                 self.piece_times_s.append(time.monotonic())
+                self.token_ids += piece.token_ids
             self.placement = ", ".join(await stream.placements())
 
     def wait_s(self, since_s: float) -> float:
@@ -166,9 +171,27 @@ class _Asking:
         return next(at_s for at_s in self.piece_times_s if at_s > since_s) - since_s
 
 
-async def _kill_in(phase: Phase, fleet: Fleet, prompt: Sequence[int]) -> Failover:
-    """P is killed when the request is that far; idle: before it is asked."""
-    asking = _Asking(fleet, prompt)
+@dataclass(frozen=True, slots=True)
+class KilledUnder:
+    """A request whose prefill node was killed at killed_s, when the request was as far as `reached`."""
+
+    asking: Asking
+    killed_s: float
+    reached: Phase
+
+    @property
+    def next_token_s(self) -> float:
+        return self.asking.wait_s(self.killed_s)
+
+    @property
+    def place(self) -> str:
+        """Where the prompt was computed in the end, without the peer's name."""
+        return self.asking.placement.partition(";peer")[0]
+
+
+async def kill_under(phase: Phase, fleet: Fleet, prompt: Sequence[int]) -> KilledUnder:
+    """P is killed when the request is that far; idle: before it is asked. Returns when the request is answered."""
+    asking = Asking(fleet, prompt)
     victim, reached = fleet.prefills[0], phase
     if phase is Phase.IDLE:
         killed_s = _kill(victim)
@@ -180,8 +203,7 @@ async def _kill_in(phase: Phase, fleet: Fleet, prompt: Sequence[int]) -> Failove
         victim = next(member for member in fleet.prefills if member.name == name)
         killed_s = _kill(victim)
         await running
-    place = asking.placement.partition(";peer")[0]
-    return Failover(len(fleet.prefills), phase.value, reached.value, asking.wait_s(killed_s), place)
+    return KilledUnder(asking, killed_s, reached)
 
 
 def _is_at(fleet: Fleet, phase: Phase) -> bool:

@@ -25,7 +25,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.bench.chaos_fleet import Fleet, Member, make_member
+from pdserve.bench.chaos.fleet import Fleet, Member, make_member
 from pdserve.bench.handoff_times import Split, split_of
 from pdserve.client import AsyncClient
 from pdserve.commands.tables import write_json
@@ -154,6 +154,7 @@ class Bench:
         vocab_size = read_config(self.model).vocab_size
         random = Random(time.monotonic_ns())
         prompt = [random.randrange(min(vocab_size, 256)) for _ in range(length)]
+        read_before_s = await _read_seconds(client)
         started_s = time.monotonic()
         times_s: list[float] = []
         async with client.stream(
@@ -163,8 +164,15 @@ class Bench:
                 times_s.append(time.monotonic())
         split = None
         if fleet is not None:
-            split = split_of(fleet.witnesses["P0"].log, started_s, times_s)
+            all_reads_s = await _read_seconds(client) - read_before_s
+            split = split_of(fleet.witnesses["P0"].log, started_s, times_s, all_reads_s)
         return Timed(length, times_s[0] - started_s, times_s[-1] - started_s, split)
+
+
+async def _read_seconds(client: AsyncClient) -> float:
+    """That the node has read KV for; 0 of a node that reads none."""
+    (load,) = await client.loads()
+    return load.counters.get("kv_read_microseconds_total", 0) / 1e6
 
 
 def _pin(member: Member, cores: Sequence[int]) -> None:

@@ -15,8 +15,7 @@ class Split:
     to_start: from the caller's request to Start on its way. to_accepted: until P has room for it. compute: until P
     announced the last chunk. to_first: until the first token came by. transfer: from the last chunk's announcement to
     Release: what is read when P is done. confirm: Release to Released. to_second: Released to the caller's next token.
-    hidden_share: of the chunks' bytes, those that were announced before the last chunk was, and so could be read while
-    P computed; by tokens.
+    all_reads: of every READ, one after the other.
     """
 
     to_start: float
@@ -26,23 +25,27 @@ class Split:
     transfer: float
     confirm: float
     to_second: float
-    hidden_share: float
+    all_reads: float
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the time on the wire, what passed while P computed: at least this, as `transfer` has messages too."""
+        return 1.0 - min(self.transfer, self.all_reads) / self.all_reads
 
     @classmethod
     def names(cls) -> list[str]:
-        return [field.name.replace("_", " ") for field in fields(cls)][:-1]
+        return [field.name.replace("_", " ") for field in fields(cls)]
 
     def parts_ms(self) -> list[float]:
-        return [1000 * getattr(self, field.name) for field in fields(self)][:-1]
+        return [1000 * getattr(self, field.name) for field in fields(self)]
 
 
-def split_of(log: Sequence[Passed], started_s: float, piece_times_s: Sequence[float]) -> Split:
+def split_of(log: Sequence[Passed], started_s: float, piece_times_s: Sequence[float], all_reads_s: float) -> Split:
     """The last handoff in the log is the request's. started_s, piece_times_s: its caller's, of the same clock."""
     begin = max(at for at, passed in enumerate(log) if passed.kind == "start")
     mine = [passed for passed in log[begin:] if passed.request_id == log[begin].request_id]
     at_s = {passed.kind: passed.at_s for passed in mine if passed.kind != "chunk_ready"}
     chunks = [passed for passed in mine if passed.kind == "chunk_ready"]
-    num_tokens = sum(chunk.num_tokens for chunk in chunks)
     second_s = next(piece_s for piece_s in piece_times_s if piece_s > at_s["released"])
     return Split(
         to_start=at_s["start"] - started_s,
@@ -52,5 +55,5 @@ def split_of(log: Sequence[Passed], started_s: float, piece_times_s: Sequence[fl
         transfer=at_s["release"] - chunks[-1].at_s,
         confirm=at_s["released"] - at_s["release"],
         to_second=second_s - at_s["released"],
-        hidden_share=sum(chunk.num_tokens for chunk in chunks[:-1]) / num_tokens,
+        all_reads=all_reads_s,
     )

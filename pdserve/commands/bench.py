@@ -9,6 +9,8 @@ from pdserve.errors import StartupError
 MEASUREMENTS = {
     "interference": ("pdserve.bench.interference.command", "a stream beside a long prompt, policy by policy"),
     "fidelity": ("pdserve.bench.fidelity.command", "the simulator against real nodes under the same requests"),
+    "chaos": ("pdserve.bench.chaos.command", "two prefill and two decode nodes under random faults"),
+    "peers": ("pdserve.bench.peers.command", "vLLM's prefill and decode nodes under the same requests"),
     "flags": ("pdserve.bench.flags.command", "what scheduling flags are worth on a real node, and in the simulator"),
 }
 

@@ -5,14 +5,15 @@ P or D stopped, up to beyond the lease          here; many times: test_failure_m
 stale, forged reference                         here; every malformed message: roles/test_protocol
 out-of-range reference                          roles/test_protocol (a P that lies), transfer/test_pull
 no progress for the deadline                    here: P stopped, control channel held
-control channel held, cut, truncated            here; the reverse, KV that never comes: roles/test_failures
+control channel held, cut, truncated            here
+data channel cut, control alive                 test_failure_matrix_partition; KV that never comes: roles/test_failures
 another revision of the model                   here; block size: test_peers; other fields: roles/test_fallback
 more requests than slots                        here; than P's pool: roles/test_limits
 clocks that differ                              here
 kill -9 of P idle, mid-READ; of D mid-READ      test_failure_matrix_kills; mid-prefill, decoding: test_peers
 P stopped, D killed, P goes on                  test_failure_matrix_kills
 failure at each message boundary                roles
-random faults                                   python -m pdserve.bench.chaos
+random faults                                   pdserve bench chaos
 """
 
 from __future__ import annotations

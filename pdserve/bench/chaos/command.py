@@ -1,18 +1,10 @@
-"""Two prefill and two decode nodes under random faults: is every answer right, whoever stays answered, nothing kept?
-
-    python -m pdserve.bench.chaos [--requests 2000] [--faults 300] [--seed 1] [--ucx-tls default|tcp,self] [--json FILE]
-
-Processes are killed and stopped, clients leave, control channels are held, cut, slowed and truncated, each aimed at
-requests in a phase that was hit less than the others. Every answer is compared with an undisturbed fused node's. A
-table of the rules and what was found; 1 where one is broken.
-"""
+"""`pdserve bench chaos`: two prefill and two decode nodes under random faults."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -26,19 +18,22 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.bench.chaos_answers import Answered, judge
-from pdserve.bench.chaos_checks import Fate, fate_checks, fates_of, growth_checks, hit_checks, routes_of
-from pdserve.bench.chaos_drive import Drive, ask_reference
-from pdserve.bench.chaos_faults import Fault
-from pdserve.bench.chaos_fleet import Fleet, Member, make_fleet, make_member
-from pdserve.bench.chaos_requests import make_chaos_asks
+from pdserve.bench.chaos.answers import Answered, judge
+from pdserve.bench.chaos.checks import Fate, fate_checks, fates_of, growth_checks, hit_checks, routes_of
+from pdserve.bench.chaos.drive import Drive, ask_reference
+from pdserve.bench.chaos.faults import Fault, shares_over
+from pdserve.bench.chaos.fleet import Fleet, Member, make_fleet, make_member
+from pdserve.bench.chaos.requests import make_chaos_asks
 from pdserve.bench.processes import is_running
 from pdserve.bench.stream_checks import Check, exactly, in_use
 from pdserve.bench.tiny_model import QUICK, make_model
 from pdserve.client import AsyncClient
+from pdserve.commands.parsing import CommandParser, add_json, command_parser
 from pdserve.commands.tables import write_json
-from pdserve.config import Role
+from pdserve.config import ConfigError, Role
+from pdserve.config import Fault as ConfigFault
 from pdserve.errors import PdserveError
+from pdserve.model import hub
 from pdserve.model.model_config import read_config
 from pdserve.model.progress import Progress, show_progress
 from pdserve.node_process import interrupted_by_sigterm
@@ -51,6 +46,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 12,
 }
 NODE_NAMES = ("P0", "P1", "D0", "D1")
+MOST_REQUESTS, MOST_FAULTS, MOST_STREAMS = 100_000, 10_000, 64
 SETTLE_S = 60.0
 SETTLE_LOOK_S = 0.2
 
@@ -85,12 +81,16 @@ class Report:
         }
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """0 when every check is met."""
     arguments = _parser().parse_args(argv)
+    _check(arguments)
     console = Console(highlight=False, stderr=arguments.json == "-")
     with interrupted_by_sigterm(), show_progress() as progress, _folder(arguments.keep) as folder:
-        model = Path(arguments.model) if arguments.model else make_model(folder / "model", QUICK)
+        if arguments.model:
+            model = hub.resolve(arguments.model, progress=progress)
+        else:
+            model = make_model(folder / "model", QUICK)
         report = asyncio.run(_run(arguments, model, folder, progress))
     print_report(report, console)
     if arguments.json:
@@ -98,17 +98,39 @@ def main(argv: list[str] | None = None) -> int:
     return int(not report.is_good)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser() -> CommandParser:
+    parser = command_parser(
+        "bench chaos",
+        "",
+        "Two prefill and two decode nodes under random faults: is every answer right, whoever stays answered, nothing\n"
+        "kept? Processes are killed and stopped, clients leave, control channels are held, cut, slowed and truncated,\n"
+        "each aimed at requests in a phase that was hit less than the others. Every answer is compared with an\n"
+        "undisturbed fused node's. Takes about 5 s a fault; 1 is the exit status where a rule is broken.",
+        "pdserve bench chaos --requests 400 --faults 60 --ucx-tls tcp,self",
+    )
     parser.add_argument("--requests", type=int, default=2000, metavar="N", help="how many (default: %(default)s)")
     parser.add_argument("--faults", type=int, default=300, metavar="N", help="how many (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=16, metavar="N", help="at a time (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the requests and the faults")
-    parser.add_argument("--model", metavar="DIR", help="a byte model's directory (default: one with random weights)")
+    parser.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="of the requests and the faults (default: %(default)s)"
+    )
+    parser.add_argument("--model", help="what to serve (default: a tiny one with random weights)")
     parser.add_argument("--ucx-tls", default="default", metavar="TLS", help="how KV travels: default, or UCX_TLS")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON; - is standard output")
     parser.add_argument("--keep", metavar="DIR", help="where the nodes' logs stay; they are thrown away without")
+    add_json(parser)
     return parser
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError with every number that is out of its range."""
+    ranges = {"requests": MOST_REQUESTS, "faults": MOST_FAULTS, "streams": MOST_STREAMS}
+    faults = [
+        ConfigFault(f"--{name}", str(getattr(arguments, name)), f"must be from 1 to {most}")
+        for name, most in ranges.items()
+        if not 1 <= getattr(arguments, name) <= most
+    ]
+    if faults:
+        raise ConfigError(faults)
 
 
 @contextlib.contextmanager
@@ -132,7 +154,8 @@ async def _run(arguments: argparse.Namespace, model: Path, folder: Path, progres
     try:
         await fleet.start()
         start_s = time.monotonic()
-        drive = Drive(fleet, asks, arguments.faults, arguments.streams, Random(f"faults {arguments.seed}"))
+        random, shares = Random(f"faults {arguments.seed}"), shares_over(arguments.ucx_tls)
+        drive = Drive(fleet, asks, arguments.faults, arguments.streams, random, shares)
         drive.on_done = lambda requests, faults: progress(f"requests, {faults} faults", requests, len(asks))
         faults = await drive.run()
         elapsed_s = time.monotonic() - start_s
@@ -229,7 +252,3 @@ def _counts(report: Report) -> dict[str, Counter[str]]:
         "prefilled": Counter(places),
         "failed with": Counter(errors),
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

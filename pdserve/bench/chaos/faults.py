@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
-from pdserve.bench.chaos_fleet import Fleet, Member
-from pdserve.bench.chaos_requests import Attempted
+from pdserve.bench.chaos.fleet import Fleet, Member
+from pdserve.bench.chaos.requests import Attempted
 from pdserve.bench.control_proxy import ControlProxy
+from pdserve.bench.data_channel import data_channel_cut
 from pdserve.bench.handoff_witness import Phase
 from pdserve.bench.waiting import until
 
@@ -40,12 +41,16 @@ class FaultKind(enum.Enum):
     CUT = "control cut"
     SLOW = "control slow"
     TRUNCATE = "control truncated"
+    CUT_DATA = "P's data channel cut"
 
 
-AT_P = {FaultKind.KILL_P, FaultKind.KILL_P_RANK, FaultKind.STOP_P, FaultKind.STOP_P_RANK}
+AT_P = {FaultKind.KILL_P, FaultKind.KILL_P_RANK, FaultKind.STOP_P, FaultKind.STOP_P_RANK, FaultKind.CUT_DATA}
 AT_D = {FaultKind.KILL_D, FaultKind.KILL_D_RANK, FaultKind.STOP_D, FaultKind.STOP_D_RANK}
 KILLS = {FaultKind.KILL_P, FaultKind.KILL_D, FaultKind.KILL_P_RANK, FaultKind.KILL_D_RANK}
-OF_RANK = {FaultKind.KILL_P_RANK, FaultKind.KILL_D_RANK, FaultKind.STOP_P_RANK, FaultKind.STOP_D_RANK}
+OF_RANK = {
+    *(FaultKind.KILL_P_RANK, FaultKind.KILL_D_RANK, FaultKind.STOP_P_RANK, FaultKind.STOP_D_RANK),
+    FaultKind.CUT_DATA,
+}
 # Answers die with their decode node: it is killed rarely enough for nineteen of twenty requests to be answered.
 SHARES = {
     FaultKind.KILL_P: 10,
@@ -62,6 +67,13 @@ SHARES = {
     FaultKind.SLOW: 4,
     FaultKind.TRUNCATE: 4,
 }
+# Only where KV travels over sockets.
+CUT_DATA_SHARE = 8
+
+
+def shares_over(ucx_tls: str) -> dict[FaultKind, int]:
+    """How often each kind of fault comes, relative to the others, where KV travels so."""
+    return {**SHARES, FaultKind.CUT_DATA: CUT_DATA_SHARE} if "tcp" in ucx_tls else SHARES
 
 
 @dataclass(slots=True)
@@ -93,7 +105,7 @@ class Fault:
 class Injector:
     """in_flight: requests by name, kept by the driver. quiesce: waits until nothing is in flight, or gives up in time.
 
-    resume undoes quiesce.
+    resume undoes quiesce. shares: how often each kind comes, relative to the others.
     """
 
     fleet: Fleet
@@ -101,13 +113,14 @@ class Injector:
     quiesce: Callable[[float], Awaitable[None]]
     resume: Callable[[], None]
     random: Random
+    shares: Mapping[FaultKind, int]
     faults: list[Fault] = field(default_factory=list)
     _recoveries: set[asyncio.Task[None]] = field(default_factory=set)
     _busy: set[tuple[str, ...]] = field(default_factory=set)
 
     async def inject(self) -> None:
         """One fault, at a request in the phase that is shortest of hits if there is one in time."""
-        kind = self.random.choices(list(SHARES), list(SHARES.values()))[0]
+        kind = self.random.choices(list(self.shares), list(self.shares.values()))[0]
         phase = self._shortest(kind)
         if phase is Phase.IDLE:
             await self.quiesce(DRAIN_S)
@@ -204,6 +217,9 @@ class Injector:
         if fault.kind in KILLS:
             member.send(signal.SIGKILL, pids[:1])
             await _until_gone(member, pids[:1])
+        elif fault.kind is FaultKind.CUT_DATA:
+            with data_channel_cut(*pids):
+                await asyncio.sleep(self.random.uniform(*FROZEN_S))
         else:
             member.send(signal.SIGSTOP, pids)
             await asyncio.sleep(self.random.uniform(*FROZEN_S))

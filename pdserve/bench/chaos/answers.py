@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pdserve.bench.chaos_requests import HANG_S, Attempted, Kind, Sample
+from pdserve.bench.chaos.requests import HANG_S, Attempted, Kind, Sample
 from pdserve.client import AsyncClient
 from pdserve.request import TokenLogprobs
 

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pdserve.bench.chaos_answers import Answered
-from pdserve.bench.chaos_faults import Fault
-from pdserve.bench.chaos_fleet import Fleet, Footprint
-from pdserve.bench.chaos_requests import Attempted
+from pdserve.bench.chaos.answers import Answered
+from pdserve.bench.chaos.faults import Fault
+from pdserve.bench.chaos.fleet import Fleet, Footprint
+from pdserve.bench.chaos.requests import Attempted
 from pdserve.bench.handoff_witness import Phase
 from pdserve.bench.stream_checks import Check, exactly
 

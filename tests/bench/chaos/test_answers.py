@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.bench.chaos_answers import Answered, Parting, compare
-from pdserve.bench.chaos_requests import Attempted, ChaosAsk, Kind, Sample, attempt, make_chaos_asks
+from pdserve.bench.chaos.answers import Answered, Parting, compare
+from pdserve.bench.chaos.requests import Attempted, ChaosAsk, Kind, Sample, attempt, make_chaos_asks
 from pdserve.errors import NotReady
 from pdserve.request import FinishReason, TokenLogprobs
 

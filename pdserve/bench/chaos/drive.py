@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from pdserve.bench.chaos_faults import Fault, Injector
-from pdserve.bench.chaos_fleet import Fleet, Member
-from pdserve.bench.chaos_requests import Attempted, ChaosAsk, attempt, follow
+from pdserve.bench.chaos.faults import Fault, FaultKind, Injector
+from pdserve.bench.chaos.fleet import Fleet, Member
+from pdserve.bench.chaos.requests import Attempted, ChaosAsk, attempt, follow
 from pdserve.bench.waiting import until
 from pdserve.client import AsyncClient
 
@@ -47,6 +47,7 @@ class Drive:
     num_faults: int
     num_streams: int
     random: Random
+    shares: Mapping[FaultKind, int]
     on_done: Callable[[int, int], None] = lambda num_requests, num_faults: None
     in_flight: dict[str, Attempted] = field(default_factory=dict)
     done: list[Attempted] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Drive:
     async def run(self) -> list[Fault]:
         """The faults, when every one is over and every request has ended."""
         self._gate.set()
-        injector = Injector(self.fleet, self.in_flight, self._quiesce, self._gate.set, self.random)
+        injector = Injector(self.fleet, self.in_flight, self._quiesce, self._gate.set, self.random, self.shares)
         waiting = iter(self.asks)
         async with asyncio.TaskGroup() as group:
             for _ in range(self.num_streams):

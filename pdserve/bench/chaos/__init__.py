@@ -1,0 +1,1 @@
+"""Nodes under random faults: is every answer right, whoever stays answered, nothing kept?"""

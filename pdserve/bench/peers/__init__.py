@@ -1,0 +1,1 @@
+"""Beside other engines: the same requests to theirs and to ours, in alternation, on the same cores."""

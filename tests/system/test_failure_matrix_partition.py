@@ -1,0 +1,44 @@
+"""The row of the failure matrix in which KV no longer comes through, and control does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve.bench.data_channel import data_channel_cut
+from tests.system.conftest import TRANSPORTS
+from tests.system.control import Asking
+from tests.system.matrix import NUM_NEW, Watched, new_prompt, watched_pair
+from tests.system.nodes import CHUNK, Node, Nodes, wait_until_connected
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture
+def watched(quick_nodes: Nodes) -> Iterator[Watched]:
+    pair = watched_pair(quick_nodes, TRANSPORTS["tcp"])
+    yield pair
+    pair.end()
+
+
+def test_kv_that_no_longer_comes_through_costs_no_answer_and_no_block_and_the_pair_mends(
+    watched: Watched, whole: Node
+) -> None:
+    prompt = new_prompt()
+    before = watched.control.count("chunk_ready")
+    asking = Asking(watched.decode, prompt, NUM_NEW)
+    watched.control.wait_for("chunk_ready", before + 2)
+    with data_channel_cut(watched.prefill.rank_pid, watched.decode.rank_pid):
+        answer = asking.result()
+        assert answer.token_ids == whole.ask(prompt, NUM_NEW).token_ids
+        assert answer.placement.startswith("local;reason=")
+        assert watched.decode.process.is_serving()
+        assert watched.prefill.process.is_serving()
+        watched.settle()
+    wait_until_connected(watched.decode)
+    prompt = new_prompt(3 * CHUNK)
+    mended = watched.decode.ask(prompt, NUM_NEW)
+    assert mended.token_ids == whole.ask(prompt, NUM_NEW).token_ids
+    assert mended.placement == f"remote;peer={watched.control.address}"
+    watched.settle()
