@@ -11,6 +11,7 @@
 # make bench-handoff what a handoff costs beside a fused node; how long a caller waits when a prefill node is killed
 # make bench-peers   vLLM's prefill and decode nodes under the same requests; installs vLLM in PEERS (3.5 GB)
 # make bench-rounds  the rank loop's time outside the model's forward
+# make bench-linears the matrix products of a round, packed and through torch's F.linear
 # make bench-kv      KV pulled by NIXL beside a plain copy of the same bytes
 # make bench-policies  the gate, retraction, the file tier and the cadence on a real node; ARGS="--only gate --json -"
 # make bench-interference  a stream beside a long prompt on real nodes, policy by policy; ARGS="--quick --png FILE"
@@ -29,16 +30,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .PHONY: demo test soak soak-handoff mutants fmt clean streams chaos calibrate
-.PHONY: bench-handoff bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity bench-simulator bench-peers
+.PHONY: bench-handoff bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity bench-simulator bench-peers bench-linears
 
 demo: $(VENV)/.node
 	@$(BIN)/pdserve demo
 
+# A file's tests stay together, as they share nodes.
+TEST_PROCESSES ?= 2
 test: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/pytest
+	@$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
 
 soak: $(VENV)/.dev
 	@$(BIN)/pytest -m soak --timeout 3600
@@ -97,6 +100,9 @@ bench-handoff: $(VENV)/.node
 
 bench-rounds: $(VENV)/.node
 	@$(BIN)/python -m pdserve.bench.rounds
+
+bench-linears: $(VENV)/.node
+	@$(BIN)/python -m pdserve.bench.linears $(ARGS)
 
 bench-kv: $(VENV)/.node
 	@$(BIN)/python -m pdserve.bench.kv_pull

@@ -8,9 +8,11 @@ from random import Random
 
 import pytest
 
+from pdserve.bench.processes import children
 from pdserve.client import Client
 from pdserve.config import Role
 from pdserve.errors import NotReady
+from pdserve.node.restarts import MAX_DEATHS
 from pdserve.request import FinishReason
 from tests.system.conftest import NUM_BYTES, Greedy
 from tests.system.nodes import CHUNK, Node, Nodes, wait_for, wait_until_connected, wait_until_gone
@@ -65,6 +67,19 @@ def test_a_node_told_to_stop_before_its_next_rank_starts_ends_in_order(nodes: No
     wait_for(lambda: "a new rank starts" in node.log, lambda: node.log)
     node.process.ask_to_stop()
     assert node.wait_until_ended() == 0
+    assert "Traceback" not in node.log
+
+
+@pytest.mark.soak
+def test_a_node_whose_ranks_die_again_and_again_ends_and_says_why(nodes: Nodes) -> None:
+    """Most of a minute is spent between them: each is waited for twice as long."""
+    node = nodes.start(Role.FUSED)
+    for _ in range(MAX_DEATHS):
+        kill_rank(node)
+        wait_for(lambda: bool(children(node.process.pid)), lambda: node.log)
+    kill_rank(node)
+    assert node.wait_until_ended() == 1
+    assert f"the node ends, as more than {MAX_DEATHS} ranks died within" in node.log
     assert "Traceback" not in node.log
 
 

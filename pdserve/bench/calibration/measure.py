@@ -133,7 +133,7 @@ def measure_pair(model: Model, plan: CalibrationPlan, progress: Progress, deadli
 
 
 def _num_steps(plan: CalibrationPlan) -> int:
-    return len(plan.lengths) + len(plan.groups) + len(plan.batches) + len(plan.other_lengths)
+    return len(plan.lengths) + len(plan.groups) + len(plan.batches) * plan.num_passes + len(plan.other_lengths)
 
 
 def _measure(prober: Prober, plan: CalibrationPlan, steps: Steps) -> Measured:
@@ -141,10 +141,14 @@ def _measure(prober: Prober, plan: CalibrationPlan, steps: Steps) -> Measured:
     for observation in itertools.chain(prober.prefills(plan, plan.lengths), prober.groups(plan)):
         measured.observations.append(observation)
         steps.one_done()
-    for observation, gaps_s in prober.decodes(plan):
+    fastest: dict[str, tuple[Observation, list[float]]] = {}
+    for observation, gaps_s in itertools.chain.from_iterable(prober.decodes(plan) for _ in range(plan.num_passes)):
+        if observation.what not in fastest or observation.seconds < fastest[observation.what][0].seconds:
+            fastest[observation.what] = observation, gaps_s
+        steps.one_done()
+    for observation, gaps_s in fastest.values():
         measured.observations.append(observation)
         measured.gaps_s.append(gaps_s)
-        steps.one_done()
     return measured
 
 

@@ -28,7 +28,8 @@ class CalibrationPlan:
     """lengths: of prompts that come alone, in chunks where they are longer than one; the prefill curve's points are
     those up to a chunk. groups: prompts of one round.
 
-    chunk, other_chunk: --chunked-prefill-size of the nodes that are started. num_gaps: of each decode batch.
+    chunk, other_chunk: --chunked-prefill-size of the nodes that are started. num_gaps: of each decode batch, and in
+    each of num_passes over all batches.
     handed_over: lengths of prompts whose KV travels whole after the first token.
     """
 
@@ -46,6 +47,7 @@ class CalibrationPlan:
     chunk: int = 512
     other_chunk: int = 128
     num_gaps: int = 20
+    num_passes: int = 2
     repeats: int = 3
     # A longer prompt is asked this often.
     long_repeats: int = 1

@@ -124,15 +124,15 @@ def _simulated(deployment: Deployment, requests: Sequence[SimRequest]) -> list[d
 
 
 def _print(results: Sequence[Result], console: Console) -> None:
-    titles = ("load", "nodes", "requests/s", "slower than costs", "figure", "real ms", "spread", "simulated", "error")
-    table = Table(*titles, "", box=SIMPLE)
     for result in results:
+        speeds = ", ".join(f"{speed.prefill:.2f} and {speed.decode:.2f}" for speed in result.speeds)
+        console.print(
+            f"[bold]{result.load}, {result.nodes}[/bold]: {result.num_requests} requests, {result.rate_per_s:.2f} a "
+            f"second; rounds of prefill and decode took {speeds} of the cost file's"
+        )
+        table = Table("ms", "real", "spread", "simulated", "error", "", box=SIMPLE)
         for figure in result.compared:
             table.add_row(
-                result.load,
-                result.nodes,
-                f"{result.rate_per_s:.2f}",
-                "; ".join(f"{speed.prefill:.2f}, {speed.decode:.2f}" for speed in result.speeds),
                 figure.name.removesuffix("_s").replace("_", " "),
                 f"{figure.real_s * 1e3:.1f}",
                 f"{figure.spread_s * 1e3:.1f}",
@@ -140,7 +140,7 @@ def _print(results: Sequence[Result], console: Console) -> None:
                 f"{figure.error:+.1%}",
                 "ok" if figure.is_met else "[red]FAILED[/red]",
             )
-    console.print(table)
+        console.print(table)
 
 
 def _as_json(result: Result) -> dict[str, object]:

@@ -69,12 +69,11 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> flags.FlagParser:
     parser = simulate_parser(
-        "flags",
+        "pdserve bench flags",
         "The same requests to real nodes as the cost file's deployment has them, and with the flags given here.",
         "pdserve bench flags --workload chat --slo-ttft-ms 8000 --slo-itl-ms 400 --prefill-decode-interval 4",
+        draws=False,
     )
-    parser.prog = "pdserve bench flags"
-    parser.usage = "pdserve bench flags [flags]"
     group = parser.add_argument_group("Traffic")
     kinds = "; ".join(f"{one.name}: {one.summary}" for one in PRESETS.values())
     group.add_argument("--workload", metavar="|".join(PRESETS), help=f"{kinds} (default: chat)")

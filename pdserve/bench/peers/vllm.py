@@ -32,7 +32,8 @@ ANSWER_S = 900.0
 KV_GB = 4
 MOST_STREAMS = 32
 NAME = "model"
-ASK_REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+UNKNOWN_YET = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+ASK_REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(UNKNOWN_YET)}
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 SETTINGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "8192", "--no-enable-prefix-caching")
 

@@ -45,9 +45,11 @@ class Asked:
     own: argparse.Namespace
 
 
-def simulate_parser(what: str, purpose: str, example: str) -> flags.FlagParser:
-    """A parser of `pdserve simulate WHAT`; the subcommand adds flags of its own, whose defaults are None."""
-    prog = f"pdserve simulate {what}"
+def simulate_parser(prog: str, purpose: str, example: str, *, draws: bool = True) -> flags.FlagParser:
+    """A parser of a command that simulates, which adds flags of its own, whose defaults are None.
+
+    draws: it has pictures of the rounds.
+    """
     parser = flags.FlagParser(
         prog=prog,
         usage=f"{prog} [flags]",
@@ -61,8 +63,9 @@ def simulate_parser(what: str, purpose: str, example: str) -> flags.FlagParser:
     group.add_argument("--slo-itl-ms", type=float, metavar="MS", help="goodput: limit of each request's own p99 of ITL")
     output = parser.add_argument_group("Output")
     output.add_argument("--json", metavar="FILE", help="write the figures as JSON; - is standard output")
-    output.add_argument("--png", metavar="FILE", help="draw the rounds of all ranks")
-    output.add_argument("--html", metavar="FILE", help="the same as a page to zoom in")
+    if draws:
+        output.add_argument("--png", metavar="FILE", help="draw the rounds of all ranks")
+        output.add_argument("--html", metavar="FILE", help="the same as a page to zoom in")
     _add_counts(parser)
     flags.add_flags(parser, {name: field for name, field in FIELDS.items() if name in SHOWN})
     return parser

@@ -26,7 +26,7 @@ COSTS = "seed-context"
 def gate(argv: list[str]) -> int:
     """0."""
     parser = simulate_parser(
-        "gate",
+        "pdserve simulate gate",
         f"A group of {GROUP_RANKS} ranks with every gate of a grid, users who ask again and again. --png draws it.",
         "pdserve simulate gate --png gate.png",
     )

@@ -19,7 +19,7 @@ RATE = 0.2
 def poisson(argv: list[str]) -> int:
     """An open loop; 1 where requests failed."""
     parser = simulate_parser(
-        "poisson",
+        "pdserve simulate poisson",
         "Requests by chance, so many a second whatever the answers take.",
         "pdserve simulate poisson --rate 0.3 --prompt-tokens lognormal:512:1.0:4096 --decode-interleave-every 8",
     )
@@ -42,7 +42,7 @@ def poisson(argv: list[str]) -> int:
 def closed(argv: list[str]) -> int:
     """A closed loop; 1 where requests failed."""
     parser = simulate_parser(
-        "closed",
+        "pdserve simulate closed",
         "Users who ask, read, think and ask again.",
         "pdserve simulate closed --users 16 --think-s 5 --requests 500",
     )

@@ -34,7 +34,7 @@ NOTES = (
 def interference(argv: list[str]) -> int:
     """1 where a published figure isn't met."""
     parser = simulate_parser(
-        "interference",
+        "pdserve simulate interference",
         "A victim streams while an attacker's long prompt is prefilled. Without --costs and knobs: published figures\n"
         "of decode interleaving beside simulated ones. With them: the same experiment on that deployment.",
         "pdserve simulate interference\n"
@@ -55,8 +55,11 @@ def interference(argv: list[str]) -> int:
 
 def _beside_published(asked: Asked) -> int:
     console = console_of(asked)
-    if vars(asked.own) or asked.png or asked.html:
-        raise StartupError("the published figures are of one pair; give --costs to run another, or to draw it")
+    given = ["--" + name.replace("_", "-") for name in (*vars(asked.own), *_pictures(asked))]
+    if given:
+        raise StartupError(
+            f"{', '.join(given)}: the published figures are of one pair; give --costs to run another, or to draw it"
+        )
     tables: dict[str, dict[str, Any]] = {}
     are_met = True
     for name in (published.FLAT, published.CONTEXT):
@@ -99,6 +102,10 @@ def _experiment(asked: Asked) -> int:
         found: dict[str, Any] = describe(asked)
         write_json(asked.json, {**found, "cases": {case: run.figures() for case, run in cases.items()}})
     return 0
+
+
+def _pictures(asked: Asked) -> list[str]:
+    return [name for name, file in (("png", asked.png), ("html", asked.html)) if file]
 
 
 def _alone(pair: Pair) -> Pair:

@@ -13,7 +13,7 @@ from pdserve.sim.trace import Trace
 def trace(argv: list[str]) -> int:
     """Replays it; 1 where requests failed."""
     parser = simulate_parser(
-        "trace",
+        "pdserve simulate trace",
         "A trace of real requests, such as those published with the Mooncake paper (FAST'25): JSON lines with\n"
         "timestamp, input_length, output_length and hash_ids.",
         "pdserve simulate trace --file conversation_trace.jsonl --costs seed-context --limit 500 --rate-scale 0.05",

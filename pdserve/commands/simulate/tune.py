@@ -56,7 +56,7 @@ def tune(argv: list[str]) -> int:
 
 def _parser() -> flags.FlagParser:
     parser = simulate_parser(
-        "tune",
+        "pdserve simulate tune",
         "Searches prefill policies, chunk size, mixed rounds and, where asked, the shape of the deployment for what\n"
         "serves a goal best. The flags given are what it starts from and compares with.",
         "pdserve simulate tune --goal goodput --slo-ttft-ms 2000 --slo-itl-ms 200 --workload chat",
