@@ -1,6 +1,6 @@
 """All matrix products of a round of the embedded model, packed as the engine has them and through torch's F.linear.
 
-    python -m pdserve.bench.linears [--threads 1 2] [--rows 1 2 4 8 16 32 128 512] [--repeats 5]
+python -m pdserve.bench.linears [--threads 1 2] [--rows 1 2 4 8 16 32 128 512] [--repeats 5]
 """
 
 from __future__ import annotations

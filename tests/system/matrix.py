@@ -56,10 +56,10 @@ def begin_decode(nodes: Nodes, ucx_tls: str | None, peer: str, **settings: objec
     return nodes.begin(Role.DECODE, ucx_tls=ucx_tls, **mine)
 
 
-def watched_pair(nodes: Nodes, ucx_tls: str | None, lease_s: float = LEASE_S) -> Watched:
+def watched_pair(nodes: Nodes, ucx_tls: str | None, lease_s: float = LEASE_S, **of_decode: object) -> Watched:
     prefill = begin_prefill(nodes, ucx_tls, kv_lease_s=lease_s)
     control = Control(prefill.address)
-    decode = begin_decode(nodes, ucx_tls, control.address)
+    decode = begin_decode(nodes, ucx_tls, control.address, **of_decode)
     for node in (prefill, decode):
         wait_until_serving(node)
     wait_until_connected(decode)

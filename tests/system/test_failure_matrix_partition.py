@@ -14,10 +14,13 @@ from tests.system.nodes import CHUNK, Node, Nodes, wait_until_connected
 
 pytestmark = pytest.mark.system
 
+# So that the last resort, cutting the peer off, comes while the test waits.
+QUARANTINE_S = 3.0
+
 
 @pytest.fixture
 def watched(quick_nodes: Nodes) -> Iterator[Watched]:
-    pair = watched_pair(quick_nodes, TRANSPORTS["tcp"])
+    pair = watched_pair(quick_nodes, TRANSPORTS["tcp"], quarantine_s=QUARANTINE_S)
     yield pair
     pair.end()
 

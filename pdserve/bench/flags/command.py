@@ -96,7 +96,8 @@ def run(model: Model, deployment: Deployment, requests: Sequence[SimRequest], sl
 
 
 def _print(cases: Sequence[Case], console: Console) -> None:
-    table = Table("", "", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "worst gap", "within SLO", "per s", box=SIMPLE)
+    times = ("TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "worst gap")
+    table = Table("seconds", "", *times, "within SLO", "per s", box=SIMPLE)
     for name, case in zip(("cost file", "flags"), cases, strict=True):
         for kind, report in [
             *((f"real {n}", one) for n, one in enumerate(case.real, 1)),
@@ -110,7 +111,7 @@ def _print(cases: Sequence[Case], console: Console) -> None:
 
 def _cells(report: Report) -> list[str]:
     figures = _figures_of(report)
-    times = [f"{figures[name] * 1e3:,.0f} ms" for name in TIMES]
+    times = [f"{figures[name]:.2f}" for name in TIMES]
     return [*times, f"{report.num_met}/{report.num_requests}", f"{report.goodput_per_s:.3f}"]
 
 

@@ -75,7 +75,12 @@ def time_checks(served: Served) -> list[Check]:
     worst = _median_ratio(served.split_worst_gaps_s)
     return [
         Check("wall at 8 / unset", round(wall, 3), 1 - WALL_TOLERANCE, 1 + WALL_TOLERANCE),
-        Check("prefill + decode node: worst gap / alone", round(worst, 3), None, 1 + SPLIT_TOLERANCE),
+        Check(
+            "prefill + decode node: worst gap until the prompt's first token / alone",
+            round(worst, 3),
+            None,
+            1 + SPLIT_TOLERANCE,
+        ),
     ]
 
 

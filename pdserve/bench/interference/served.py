@@ -30,14 +30,24 @@ class Row:
     victim: Heard
     attacker: Heard | None = None
 
+    @property
+    def worst_gap_meanwhile_s(self) -> float:
+        """The victim's, up to the attacker's first token: what prefill and the KV's way cost it.
+
+        What comes after is the price of one more stream with a long context in each decode round.
+        """
+        gaps_s, ends_s = self.victim.gaps_s, self.victim.arrivals_s[1:]
+        until_s = self.attacker.arrivals_s[0] if self.attacker is not None else ends_s[-1]
+        return max(gap_s for gap_s, end_s in zip(gaps_s, ends_s, strict=True) if end_s <= until_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
     """All rows, and the chunks' times on the fused node.
 
     walls_s: the victim's, (no policy, with the first policy), one pair after the other. split_worst_gaps_s: the
-    victim's worst gap on two nodes, (alone, beside the attacker). A machine's speed drifts by more than what these are
-    compared for, so that each pair is of neighbouring minutes, and there are several.
+    victim's worst gap on two nodes, (alone, until the attacker's first token). A machine's speed drifts by more than
+    what these are compared for, so that each pair is of neighbouring minutes, and there are several.
     """
 
     rows: list[Row]
@@ -78,7 +88,7 @@ def serve_all(
         [*rows, *split[0]],
         _shape(experiment, shorter, rows[1]),
         [(unset.victim.wall_s, paced_row.victim.wall_s) for unset, paced_row in compared],
-        [(max(one.victim.gaps_s), max(other.victim.gaps_s)) for one, other in split],
+        [(one.worst_gap_meanwhile_s, other.worst_gap_meanwhile_s) for one, other in split],
     )
 
 

@@ -65,6 +65,13 @@ def test_figures_are_those_of_the_client() -> None:
     assert found["victim_wall_s"] == pytest.approx(SHAPE.seconds(58) + 40 * DECODE_S)
 
 
+def test_what_the_prompts_own_answer_costs_is_told_apart_from_its_prefill() -> None:
+    victim = Heard(0, 0.0, (1.0, 1.1, 1.25, 1.35, 1.75), (5,) * 5)
+    beside = Row(SPLIT, victim, Heard(1, 1.0, (1.4, 1.75)))
+    assert beside.worst_gap_meanwhile_s == pytest.approx(0.15)
+    assert Row(SPLIT_ALONE, victim).worst_gap_meanwhile_s == pytest.approx(0.4)
+
+
 def test_a_cadence_one_too_wide_is_found() -> None:
     wide = [*rows()[:2], row(EIGHT, [9] * 6 + [4]), *rows()[3:]]
     checks = count_checks(wide, all_figures(wide, EXPERIMENT, SHAPE), EXPERIMENT)
