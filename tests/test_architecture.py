@@ -70,7 +70,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "pdserve.kv.storage",
         "pdserve.engine.group",
         "pdserve.transfer",
-        "pdserve.bench.rounds",
+        *("pdserve.bench.rounds", "pdserve.bench.linears"),
     ),
     "transformers": (),
     "safetensors": ("pdserve.model", "pdserve.bench.tiny_model"),
