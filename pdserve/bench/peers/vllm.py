@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pdserve.bench.listening import Call, Heard
+from pdserve.bench.processes import with_descendants
 from pdserve.config.environment import without_settings
 from pdserve.errors import StartupError
 from pdserve.model.progress import Progress
@@ -44,7 +45,7 @@ class VllmFailed(Exception):
 
 @dataclass(slots=True)
 class VllmNode:
-    """One server process with its engine. core: the only one that it may use."""
+    """One server process with its engine. core: the one that its model computes on."""
 
     name: str
     environment: Path
@@ -72,7 +73,6 @@ class VllmNode:
             self.process = subprocess.Popen(
                 command, env={**without_settings(), **own}, stdout=log, stderr=log, start_new_session=True
             )
-        os.sched_setaffinity(self.process.pid, {self.core})
 
     def wait_until_healthy(self) -> None:
         """Raises StartupError where it ends before, or is not healthy in time."""
@@ -81,6 +81,15 @@ class VllmNode:
             if self.process is None or self.process.poll() is not None or time.monotonic() > deadline_s:
                 raise StartupError(f"vLLM's {self.name} node did not start; its log ends with:\n{self._end_of_log()}")
             time.sleep(LOOK_S)
+        self._pin()
+
+    def _pin(self) -> None:
+        """The model's threads: vLLM places them itself, and has both nodes' on one core of two. Its others may roam."""
+        assert self.process is not None
+        for pid in with_descendants(self.process.pid):
+            if "Worker" in Path(f"/proc/{pid}/comm").read_text():
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    os.sched_setaffinity(int(task.name), {self.core})
 
     def kill(self) -> None:
         """Server and engine at once, as when a machine dies."""
