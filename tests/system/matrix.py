@@ -64,3 +64,11 @@ def watched_pair(nodes: Nodes, ucx_tls: str | None, lease_s: float = LEASE_S, **
         wait_until_serving(node)
     wait_until_connected(decode)
     return Watched(prefill, decode, control)
+
+
+def assert_pair_works(watched: Watched, whole: Node) -> None:
+    prompt = new_prompt(3 * CHUNK)
+    answer = watched.decode.ask(prompt, NUM_NEW)
+    assert answer.token_ids == whole.ask(prompt, NUM_NEW).token_ids
+    assert answer.placement == f"remote;peer={watched.control.address}"
+    watched.settle()

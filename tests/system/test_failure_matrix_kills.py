@@ -8,7 +8,15 @@ import pytest
 
 from tests.system.conftest import MATRIX_TRANSPORTS, TRANSPORTS
 from tests.system.control import Asking, Control, stopped
-from tests.system.matrix import NUM_NEW, Watched, begin_decode, begin_prefill, new_prompt, watched_pair
+from tests.system.matrix import (
+    NUM_NEW,
+    Watched,
+    assert_pair_works,
+    begin_decode,
+    begin_prefill,
+    new_prompt,
+    watched_pair,
+)
 from tests.system.nodes import CHUNK, Node, Nodes, wait_for, wait_until_connected, wait_until_serving
 
 pytestmark = pytest.mark.system
@@ -27,14 +35,6 @@ def replace_prefill(watched: Watched, nodes: Nodes) -> None:
     watched.prefill = begin_prefill(nodes, watched.prefill.ucx_tls, port=watched.prefill.args.port)
     wait_until_serving(watched.prefill)
     wait_until_connected(watched.decode)
-
-
-def assert_pair_works(watched: Watched, whole: Node) -> None:
-    prompt = new_prompt(3 * CHUNK)
-    answer = watched.decode.ask(prompt, NUM_NEW)
-    assert answer.token_ids == whole.ask(prompt, NUM_NEW).token_ids
-    assert answer.placement == f"remote;peer={watched.control.address}"
-    watched.settle()
 
 
 def test_a_prefill_node_killed_idle_is_missed_by_nobody_and_its_successor_is_used(

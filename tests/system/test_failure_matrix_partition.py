@@ -9,8 +9,8 @@ import pytest
 from pdserve.bench.data_channel import data_channel_cut
 from tests.system.conftest import TRANSPORTS
 from tests.system.control import Asking
-from tests.system.matrix import NUM_NEW, Watched, new_prompt, watched_pair
-from tests.system.nodes import CHUNK, Node, Nodes, wait_until_connected
+from tests.system.matrix import NUM_NEW, Watched, assert_pair_works, new_prompt, watched_pair
+from tests.system.nodes import Node, Nodes, wait_until_connected
 
 pytestmark = pytest.mark.system
 
@@ -40,8 +40,4 @@ def test_kv_that_no_longer_comes_through_costs_no_answer_and_no_block_and_the_pa
         assert watched.prefill.process.is_serving()
         watched.settle()
     wait_until_connected(watched.decode)
-    prompt = new_prompt(3 * CHUNK)
-    mended = watched.decode.ask(prompt, NUM_NEW)
-    assert mended.token_ids == whole.ask(prompt, NUM_NEW).token_ids
-    assert mended.placement == f"remote;peer={watched.control.address}"
-    watched.settle()
+    assert_pair_works(watched, whole)

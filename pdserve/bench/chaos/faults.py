@@ -48,7 +48,10 @@ AT_P = {FaultKind.KILL_P, FaultKind.KILL_P_RANK, FaultKind.STOP_P, FaultKind.STO
 AT_D = {FaultKind.KILL_D, FaultKind.KILL_D_RANK, FaultKind.STOP_D, FaultKind.STOP_D_RANK}
 KILLS = {FaultKind.KILL_P, FaultKind.KILL_D, FaultKind.KILL_P_RANK, FaultKind.KILL_D_RANK}
 OF_RANK = {
-    *(FaultKind.KILL_P_RANK, FaultKind.KILL_D_RANK, FaultKind.STOP_P_RANK, FaultKind.STOP_D_RANK),
+    FaultKind.KILL_P_RANK,
+    FaultKind.KILL_D_RANK,
+    FaultKind.STOP_P_RANK,
+    FaultKind.STOP_D_RANK,
     FaultKind.CUT_DATA,
 }
 # Answers die with their decode node: it is killed rarely enough for nineteen of twenty requests to be answered.
@@ -66,14 +69,13 @@ SHARES = {
     FaultKind.CUT: 8,
     FaultKind.SLOW: 4,
     FaultKind.TRUNCATE: 4,
+    FaultKind.CUT_DATA: 8,
 }
-# Only where KV travels over sockets.
-CUT_DATA_SHARE = 8
 
 
 def shares_over(ucx_tls: str) -> dict[FaultKind, int]:
-    """How often each kind of fault comes, relative to the others, where KV travels so."""
-    return {**SHARES, FaultKind.CUT_DATA: CUT_DATA_SHARE} if "tcp" in ucx_tls else SHARES
+    """SHARES of the kinds that can happen where KV travels so: only sockets can be cut."""
+    return {kind: share for kind, share in SHARES.items() if kind is not FaultKind.CUT_DATA or "tcp" in ucx_tls}
 
 
 @dataclass(slots=True)

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.bench.asking import TIMEOUT_S
-from pdserve.bench.deployed import pair
+from pdserve.bench.deployed import WARM_UP_LENGTHS, WARM_UP_TOKENS, pair
 from pdserve.bench.listening import Call, Heard, hear
 from pdserve.bench.peers.kills import Killed, kill_ours, kill_theirs
-from pdserve.bench.peers.rows import Row, measure, median_row
-from pdserve.bench.peers.vllm import VllmPair, vllm_pair
+from pdserve.bench.peers.rows import Engine, Row, measure, median_row
+from pdserve.bench.peers.vllm import vllm_pair
 from pdserve.bench.policy_runs import Model
 from pdserve.client import AsyncClient
 from pdserve.commands.parsing import CommandParser, add_json, command_parser
@@ -138,13 +138,13 @@ def _their_turn(
     environment: Path, model: Model, folder: Path, cases: Sequence[tuple[int, int]], repeat: int, progress: Progress
 ) -> list[Row]:
     with vllm_pair(environment, model.directory, folder, progress) as engine:
-        for length in (300, 64, 16):  # as our nodes are warmed up
-            asyncio.run(engine.hear(Call(0, model.text[:length], 8)))
+        for length in WARM_UP_LENGTHS:
+            asyncio.run(engine.hear(Call(0, model.text[:length], WARM_UP_TOKENS)))
         return asyncio.run(_measure_all(engine, THEIRS, model, cases, repeat, progress))
 
 
 async def _measure_all(
-    engine: Ours | VllmPair,
+    engine: Engine,
     name: str,
     model: Model,
     cases: Sequence[tuple[int, int]],

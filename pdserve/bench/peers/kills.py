@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.bench.chaos.fleet import Fleet, make_member
-from pdserve.bench.failover import SETTINGS, Asking, kill_under
+from pdserve.bench.failover import NUM_NEW, SETTINGS, Asking, kill_under
 from pdserve.bench.handoff_witness import Phase
 from pdserve.bench.listening import unique_prompt
 from pdserve.bench.peers.vllm import VllmFailed, VllmPair
 from pdserve.config import Role
 from pdserve.model.progress import Progress
 
-NUM_TOKENS, NUM_NEW = 2048, 8
+NUM_TOKENS = 2048
 # From vLLM's decode step to its peer's end: a guess, as nothing tells when it reads.
 IN_MID_READ_S = 0.02
 PATIENCE_S = 120.0
@@ -41,10 +41,6 @@ class Killed:
     moment: str
     outcome: str
     after_s: float
-
-    @property
-    def is_answered(self) -> bool:
-        return self.outcome.startswith("answered")
 
 
 async def kill_ours(model: Path, text: Sequence[int], folder: Path, progress: Progress) -> list[Killed]:
