@@ -60,7 +60,7 @@ def handoff_costs(
     for heard in handoffs:
         decode = Observation("", 1.0, decode_parts(1, heard.number + 1))
         num_bytes = -(-heard.number // block_size) * block_bytes
-        gap_s = max(heard.gaps_s[0] - decode.predicted_s(coefficients), 1e-6)
+        gap_s = heard.gaps_s[0] - decode.predicted_s(coefficients)
         seen.append(Observation(f"handoff of {heard.number}", gap_s, {"way_s": 1.0, "byte_s": float(num_bytes)}))
     found = fit(seen)
     latency_s = min(max(0.0, (coefficients["front_s"] - front_s) / 2), found["way_s"] / 2)

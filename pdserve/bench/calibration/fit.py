@@ -12,6 +12,7 @@ from pdserve.errors import InternalError
 
 Floats = npt.NDArray[np.float64]
 TINY = 1e-12
+LEAST_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,10 @@ class Observation:
     what: str
     seconds: float
     parts: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        """Errors are shares of the seconds, which two tokens that came at once leave at nothing."""
+        object.__setattr__(self, "seconds", max(self.seconds, LEAST_S))
 
     def predicted_s(self, coefficients: Mapping[str, float]) -> float:
         return sum(coefficients[name] * amount for name, amount in self.parts.items())

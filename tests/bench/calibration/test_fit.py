@@ -93,3 +93,9 @@ def test_what_cannot_be_told_apart_is_said() -> None:
     seen = [Observation("", 1.0, {"a": 1.0, "b": 2.0}), Observation("", 2.0, {"a": 2.0, "b": 4.0})]
     with pytest.raises(InternalError, match="2 observations don't tell a, b apart"):
         fit(seen)
+
+
+def test_what_took_no_time_is_fitted_and_has_an_error() -> None:
+    seen = [Observation("at once", 0.0, {"each": 1.0}), Observation("", 1.0, {"each": 1.0, "other": 1.0})]
+    found = fit(seen)
+    assert all(np.isfinite(one.error(found)) for one in seen)
