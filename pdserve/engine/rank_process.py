@@ -23,10 +23,11 @@ from pdserve.engine.transport_thread import TransportThread
 from pdserve.errors import StartupError
 from pdserve.kv.layout import LAYOUT_VERSION, Fingerprint, KVLayout
 from pdserve.kv.storage import KVStorage
+from pdserve.model.checkpoint import checkpoint_files
 from pdserve.model.model_config import ModelConfig, read_config
 from pdserve.model.runner import ModelRunner
 from pdserve.model.torch_runner import load
-from pdserve.model.weights import checkpoint_files, revision
+from pdserve.model.weights import revision
 from pdserve.request import RequestId, SamplingParams, TokenRequest
 from pdserve.scheduler.config import GATE_WATERMARK, CadenceLimits, SchedulerConfig
 from pdserve.scheduler.gate import PrefillGate

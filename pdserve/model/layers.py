@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.model.linear import Linear
 from pdserve.model.model_config import DefaultRope, LinearRope, Llama3Rope, Rope, YarnRope
 
 
@@ -18,12 +17,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if weight.dim() == 1:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x, weight.shape[-1:], None, eps) * weight
-
-
-def gated_mlp(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
-    """down(silu(gate x) * up x), with gate and up stacked in one matrix."""
-    gate, up = gate_up(x).chunk(2, dim=-1)
-    return down(F.silu(gate).mul_(up))
 
 
 # ---------------------------------------------------------------- rotary embeddings

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.model.attention.base import Attention
-from pdserve.model.layers import RotaryTable, gated_mlp, rms_norm, rotate
+from pdserve.model.collectives import Alone, Collectives
+from pdserve.model.layers import RotaryTable, rms_norm, rotate
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.weights import LayerWeights, ModelWeights
 
@@ -14,10 +15,13 @@ from pdserve.model.weights import LayerWeights, ModelWeights
 class Llama:
     """A forward over a flat batch; KV lives in the attention's storage. Call `attention.plan` for the batch first."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, attention: Attention) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, attention: Attention, collectives: Collectives | None = None
+    ) -> None:
         self._config = config
         self._weights = weights
         self._attention = attention
+        self._collectives: Collectives = collectives or Alone()
         self._rotary = RotaryTable(config.rope, config.head_dim)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -26,7 +30,7 @@ class Llama:
         x = F.embedding(tokens, self._weights.embedding)
         for index, layer in enumerate(self._weights.layers):
             x = x + self._attend(index, layer, x, cos, sin)
-            x = x + gated_mlp(rms_norm(x, layer.mlp_norm, self._config.rms_norm_eps), layer.gate_up, layer.down)
+            x = x + layer.mlp(rms_norm(x, layer.mlp_norm, self._config.rms_norm_eps), self._collectives)
         return rms_norm(x, self._weights.final_norm, self._config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdserve.errors import StartupError
+from pdserve.model.checkpoint import Checkpoint, checkpoint_files
 from pdserve.model.linear import Linear
+from pdserve.model.mlp import DenseMlp, Mlp
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.progress import Progress, no_progress
 
-STEP = "loading weights"
 # A digest reads this many bytes at this many places of a file: a different fine-tune differs nearly everywhere.
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 256
@@ -34,8 +31,7 @@ class LayerWeights:
     qk_norm: Tensor | None  # [heads, head_dim]
     attention_output: Linear  # num_heads * head_dim -> hidden
     mlp_norm: Tensor  # [hidden]
-    gate_up: Linear  # hidden -> 2 * intermediate
-    down: Linear  # intermediate -> hidden
+    mlp: Mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ class ModelWeights:
 
 def load_weights(directory: Path, config: ModelConfig, progress: Progress = no_progress) -> ModelWeights:
     """Read the directory's safetensors. Progress counts tensors. Raises StartupError, naming what is wrong."""
-    checkpoint = _Checkpoint(directory, expected_shapes(config), progress)
+    checkpoint = Checkpoint(directory, expected_shapes(config), progress)
     embedding = checkpoint.take("model.embed_tokens.weight")
     layers = tuple(_layer(checkpoint, config, f"model.layers.{index}.") for index in range(config.num_layers))
     final_norm = checkpoint.take("model.norm.weight")
@@ -58,7 +54,7 @@ def load_weights(directory: Path, config: ModelConfig, progress: Progress = no_p
     return ModelWeights(embedding, layers, final_norm, Linear(lm_head))
 
 
-def _layer(checkpoint: _Checkpoint, config: ModelConfig, prefix: str) -> LayerWeights:
+def _layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str) -> LayerWeights:
     def take(*names: str) -> Tensor:
         parts = [checkpoint.take(prefix + name) for name in names]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -78,8 +74,7 @@ def _layer(checkpoint: _Checkpoint, config: ModelConfig, prefix: str) -> LayerWe
         qk_norm=qk_norm,
         attention_output=linear("self_attn.o_proj"),
         mlp_norm=take("post_attention_layernorm.weight"),
-        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
-        down=linear("mlp.down_proj"),
+        mlp=DenseMlp(linear("mlp.gate_proj", "mlp.up_proj"), linear("mlp.down_proj")),
     )
 
 
@@ -109,66 +104,6 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for index in range(config.num_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     return shapes
-
-
-class _Checkpoint:
-    """The tensors of all files by name, checked against the names and shapes the config calls for."""
-
-    def __init__(self, directory: Path, expected: Mapping[str, tuple[int, ...]], progress: Progress) -> None:
-        self._expected = expected
-        self._progress = progress
-        self._num_taken = 0
-        self._directory = directory
-        self._files: dict[str, Any] = {}
-        for path in checkpoint_files(directory):
-            try:
-                file: Any = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise StartupError(f"{path} cannot be read: {error}; fetch the model again") from error
-            self._files |= dict.fromkeys(file.keys(), file)
-        self._refuse("lacks tensors", expected.keys() - self._files.keys())
-        self._refuse("has unexpected tensors", {n for n in self._files.keys() - expected.keys() if not _is_derived(n)})
-
-    def _refuse(self, fault: str, names: set[str]) -> None:
-        if names:
-            some = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise StartupError(
-                f"{self._directory} {fault}: {some}; they do not fit its config.json, fetch the model again"
-            )
-
-    def take(self, name: str) -> Tensor:
-        """The tensor as float32."""
-        tensor: Tensor = self._files[name].get_tensor(name)
-        if tuple(tensor.shape) != self._expected[name] or not tensor.is_floating_point():
-            raise StartupError(
-                f"{self._directory}: {name} is {list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}, its "
-                f"config.json calls for floating point {list(self._expected[name])}; use the unquantized model"
-            )
-        self._num_taken += 1
-        self._progress(STEP, self._num_taken, len(self._expected))
-        return tensor.to(torch.float32)
-
-
-def _is_derived(name: str) -> bool:
-    """Tensors that some checkpoints store though they follow from others: rope tables, a tied head."""
-    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
-
-
-def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint, sorted by name. Raises StartupError if any is missing."""
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if not index.exists():
-        if not single.exists():
-            raise StartupError(f"{directory} has no model.safetensors (nor an index of shards); fetch the model again")
-        return [single]
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StartupError(f"{index} cannot be read: {error!r}; fetch the model again") from error
-    absent = [name for name in names if not (directory / name).exists()]
-    if absent:
-        raise StartupError(f"{directory} lacks {', '.join(absent)}; fetch the model again")
-    return [directory / name for name in names]
 
 
 def revision(directory: Path) -> str:

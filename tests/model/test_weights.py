@@ -71,7 +71,7 @@ def test_q_k_v_and_gate_up_are_one_matrix_each(tmp_path: Path, tensors: Tensors,
     qkv = torch.cat([tensors[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"])
     assert torch.equal(matrix_of(layer.qkv, qkv), qkv)
     gate_up = torch.cat([tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")])
-    assert torch.equal(matrix_of(layer.gate_up, gate_up), gate_up)
+    assert torch.equal(matrix_of(layer.mlp.gate_up, gate_up), gate_up)
     assert torch.equal(matrix_of(weights.lm_head, tensors["lm_head.weight"]), tensors["lm_head.weight"])
     assert layer.qk_norm is None
 

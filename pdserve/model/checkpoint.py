@@ -1,0 +1,77 @@
+"""The safetensors files of a model directory: which there are, and their tensors by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pdserve.errors import StartupError
+from pdserve.model.progress import Progress
+
+STEP = "loading weights"
+
+
+class Checkpoint:
+    """The tensors of all files by name, checked against the names and shapes the config calls for."""
+
+    def __init__(self, directory: Path, expected: Mapping[str, tuple[int, ...]], progress: Progress) -> None:
+        self._expected = expected
+        self._progress = progress
+        self._num_taken = 0
+        self._directory = directory
+        self._files: dict[str, Any] = {}
+        for path in checkpoint_files(directory):
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise StartupError(f"{path} cannot be read: {error}; fetch the model again") from error
+            self._files |= dict.fromkeys(file.keys(), file)
+        self._refuse("lacks tensors", expected.keys() - self._files.keys())
+        self._refuse("has unexpected tensors", {n for n in self._files.keys() - expected.keys() if not _is_derived(n)})
+
+    def _refuse(self, fault: str, names: set[str]) -> None:
+        if names:
+            some = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise StartupError(
+                f"{self._directory} {fault}: {some}; they do not fit its config.json, fetch the model again"
+            )
+
+    def take(self, name: str) -> Tensor:
+        """The tensor as float32."""
+        tensor: Tensor = self._files[name].get_tensor(name)
+        if tuple(tensor.shape) != self._expected[name] or not tensor.is_floating_point():
+            raise StartupError(
+                f"{self._directory}: {name} is {list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}, its "
+                f"config.json calls for floating point {list(self._expected[name])}; use the unquantized model"
+            )
+        self._num_taken += 1
+        self._progress(STEP, self._num_taken, len(self._expected))
+        return tensor.to(torch.float32)
+
+
+def _is_derived(name: str) -> bool:
+    """Tensors that some checkpoints store though they follow from others: rope tables, a tied head."""
+    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files that make up the checkpoint, sorted by name. Raises StartupError if any is missing."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if not index.exists():
+        if not single.exists():
+            raise StartupError(f"{directory} has no model.safetensors (nor an index of shards); fetch the model again")
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StartupError(f"{index} cannot be read: {error!r}; fetch the model again") from error
+    absent = [name for name in names if not (directory / name).exists()]
+    if absent:
+        raise StartupError(f"{directory} lacks {', '.join(absent)}; fetch the model again")
+    return [directory / name for name in names]

@@ -1,0 +1,36 @@
+"""The second half of a decoder layer: what each token's hidden state goes through by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.model.collectives import Collectives
+from pdserve.model.linear import Linear
+
+
+class Mlp(Protocol):
+    """One layer's. Ranks that hold parts of it call it in the same round, whether they have rows or not."""
+
+    def __call__(self, x: Tensor, collectives: Collectives) -> Tensor:
+        """x [rows, hidden], normed -> what is added to the residual, [rows, hidden]."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMlp:
+    """down(silu(gate x) * up x), with gate and up stacked in one matrix."""
+
+    gate_up: Linear  # hidden -> 2 * intermediate
+    down: Linear  # intermediate -> hidden
+
+    def __call__(self, x: Tensor, collectives: Collectives) -> Tensor:
+        return collectives.add_up(gated(x, self.gate_up, self.down))
+
+
+def gated(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
+    """A gated MLP, or a tensor-parallel rank's part of its sum."""
+    gate, up = gate_up(x).chunk(2, dim=-1)
+    return down(F.silu(gate).mul_(up))
