@@ -12,7 +12,9 @@ def main(argv: list[str]) -> int:
     parser = command_parser(
         "pull", "MODEL", "Fetch a model into the cache; a second time checks what is there.", "pdserve pull smollm2"
     )
-    parser.add_argument("model", metavar="MODEL", help="smollm2, or a hub id such as org/name")
+    parser.add_argument(
+        "model", metavar="MODEL", help="smollm2, smollm2-moe (made of it: 4 experts), or a hub id such as org/name"
+    )
     name: str = parser.parse_args(argv).model
     with show_progress() as progress:
         directory = hub.pull(name, progress=progress)

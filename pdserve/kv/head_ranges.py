@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdserve.errors import PeerMismatch
-from pdserve.kv.layout import KVLayout, Plane, can_split_heads
+from pdserve.kv.layout import KVLayout, Plane, can_split_heads, held_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class _Ends:
             return
         assert plane.head_axis == 0, f"the heads of plane {plane.name} are not contiguous: axis {plane.head_axis}"
         head_bytes = plane.num_bytes // plane.shape[0]
-        for place, head in enumerate(_heads(self.layout.num_kv_heads, self.reader_tp, self.reader_rank)):
+        for place, head in enumerate(held_heads(self.layout.num_kv_heads, self.reader_tp, self.reader_rank)):
             rank, source_place = self._holder(head)
             start = source_offset + source_place * head_bytes
             yield rank, ByteRun(start, reader_offset + place * head_bytes, head_bytes)
@@ -95,15 +95,6 @@ class _Ends:
             return divmod(head, num_heads // self.source_tp)
         num_holders = self.source_tp // num_heads
         return head * num_holders + self.reader_rank % num_holders, 0
-
-
-def _heads(num_heads: int, num_ranks: int, rank: int) -> range:
-    """The heads that `rank` of num_ranks holds."""
-    if num_ranks > num_heads:
-        head = rank // (num_ranks // num_heads)
-        return range(head, head + 1)
-    per_rank = num_heads // num_ranks
-    return range(rank * per_rank, (rank + 1) * per_rank)
 
 
 def _join(runs: list[ByteRun], run: ByteRun) -> None:

@@ -27,6 +27,15 @@ def can_split_heads(num_kv_heads: int, tensor_parallel_size: int) -> bool:
     return num_kv_heads % tensor_parallel_size == 0 or tensor_parallel_size % num_kv_heads == 0
 
 
+def held_heads(num_kv_heads: int, tensor_parallel_size: int, rank: int) -> range:
+    """The heads that a rank holds, where they can be split."""
+    if tensor_parallel_size > num_kv_heads:
+        head = rank // (tensor_parallel_size // num_kv_heads)
+        return range(head, head + 1)
+    per_rank = num_kv_heads // tensor_parallel_size
+    return range(rank * per_rank, (rank + 1) * per_rank)
+
+
 @dataclass(frozen=True, slots=True)
 class Plane:
     """One named tensor of a layer's part of a block. head_axis: the axis that tensor parallelism splits, if any."""
@@ -83,7 +92,7 @@ class KVLayout:
                 f"tensor_parallel_size is {tensor_parallel_size}, the model has {self.num_kv_heads} KV heads: "
                 f"choose a divisor or a multiple of {self.num_kv_heads}"
             )
-        return replace(self, num_kv_heads=max(1, self.num_kv_heads // tensor_parallel_size))
+        return replace(self, num_kv_heads=len(held_heads(self.num_kv_heads, tensor_parallel_size, 0)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class Checkpoint:
     def __init__(self, directory: Path, expected: Mapping[str, tuple[int, ...]], progress: Progress) -> None:
         self._expected = expected
         self._progress = progress
-        self._num_taken = 0
+        self._num_done = 0
         self._directory = directory
         self._files: dict[str, Any] = {}
         for path in checkpoint_files(directory):
@@ -42,17 +42,37 @@ class Checkpoint:
                 f"{self._directory} {fault}: {some}; they do not fit its config.json, fetch the model again"
             )
 
-    def take(self, name: str) -> Tensor:
-        """The tensor as float32."""
-        tensor: Tensor = self._files[name].get_tensor(name)
-        if tuple(tensor.shape) != self._expected[name] or not tensor.is_floating_point():
+    def take(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
+        """The tensor as float32, or the slice of it that rows (its first axis) and columns (its second) say.
+
+        Only the slice is read. Raises StartupError if the whole is not what the config calls for.
+        """
+        file = self._files[name]
+        stored = file.get_slice(name)
+        shape = tuple(stored.get_shape())
+        fits = shape == self._expected[name]
+        tensor: Tensor = stored[_index(shape, rows, columns)] if fits else file.get_tensor(name)
+        if not fits or not tensor.is_floating_point():
             raise StartupError(
-                f"{self._directory}: {name} is {list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}, its "
+                f"{self._directory}: {name} is {list(shape)} of {str(tensor.dtype).removeprefix('torch.')}, its "
                 f"config.json calls for floating point {list(self._expected[name])}; use the unquantized model"
             )
-        self._num_taken += 1
-        self._progress(STEP, self._num_taken, len(self._expected))
+        self._count(1)
         return tensor.to(torch.float32)
+
+    def leave(self, names: Sequence[str]) -> None:
+        """Another rank reads them: they count as done, and are not read."""
+        self._count(len(names))
+
+    def _count(self, num_tensors: int) -> None:
+        self._num_done += num_tensors
+        self._progress(STEP, self._num_done, len(self._expected))
+
+
+def _index(shape: tuple[int, ...], *held: range | None) -> tuple[slice, ...]:
+    """held: of the first axes; None is all of it."""
+    ranges = [range(size) if part is None else part for size, part in zip(shape, held, strict=False)]
+    return tuple(slice(part.start, part.stop) for part in ranges)
 
 
 def _is_derived(name: str) -> bool:

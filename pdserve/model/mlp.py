@@ -15,6 +15,10 @@ from pdserve.model.linear import Linear
 class Mlp(Protocol):
     """One layer's. Ranks that hold parts of it call it in the same round, whether they have rows or not."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether it takes part in exchanges between data-parallel ranks, so that a rank without rows calls it too."""
+
     def __call__(self, x: Tensor, collectives: Collectives) -> Tensor:
         """x [rows, hidden], normed -> what is added to the residual, [rows, hidden]."""
 
@@ -25,6 +29,10 @@ class DenseMlp:
 
     gate_up: Linear  # hidden -> 2 * intermediate
     down: Linear  # intermediate -> hidden
+
+    @property
+    def is_shared(self) -> bool:
+        return False
 
     def __call__(self, x: Tensor, collectives: Collectives) -> Tensor:
         return collectives.add_up(gated(x, self.gate_up, self.down))

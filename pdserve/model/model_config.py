@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pdserve.errors import StartupError
 from pdserve.kv.layout import KVLayout
+from pdserve.model.config_fields import Fields, read_json
+from pdserve.model.experts_config import ExpertsConfig, read_mixtral, read_qwen3
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How an architecture differs from Llama."""
+    """How an architecture differs from Llama. read_experts: from the config's fields and the number of layers."""
 
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    read_experts: Callable[[Fields, int], ExpertsConfig] | None = None
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -25,6 +26,8 @@ FAMILIES: Mapping[str, Family] = {
     "MistralForCausalLM": Family(),
     "Qwen2ForCausalLM": Family(has_qkv_bias=True),
     "Qwen3ForCausalLM": Family(has_qk_norm=True),
+    "MixtralForCausalLM": Family(read_experts=read_mixtral),
+    "Qwen3MoeForCausalLM": Family(has_qk_norm=True, read_experts=read_qwen3),
 }
 
 
@@ -74,7 +77,7 @@ Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of the Llama family. eos_token_ids: any of them ends an answer."""
+    """A decoder of the Llama family. eos_token_ids: any of them ends an answer. intermediate_size: of dense layers."""
 
     architecture: str
     hidden_size: int
@@ -90,10 +93,23 @@ class ModelConfig:
     has_tied_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    experts: ExpertsConfig | None = None
 
     @property
     def family(self) -> Family:
         return FAMILIES[self.architecture]
+
+    @property
+    def intermediate_sizes(self) -> frozenset[int]:
+        """Of every MLP there is: a dense layer's, an expert's."""
+        if self.experts is None:
+            return frozenset({self.intermediate_size})
+        dense = {self.intermediate_size} if len(self.experts.layers) < self.num_layers else set()
+        return frozenset(dense | {self.experts.intermediate_size})
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """None where the layer is dense."""
+        return self.experts if self.experts is not None and layer in self.experts.layers else None
 
     def kv_layout(self, block_size: int, dtype: str = "float32") -> KVLayout:
         return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
@@ -102,18 +118,20 @@ class ModelConfig:
 def read_config(directory: Path) -> ModelConfig:
     """The config of a model directory. Raises StartupError, naming the field, its value and the remedy."""
     path = directory / "config.json"
-    raw = _read_json(path)
+    raw = read_json(path)
     if raw is None:
         raise StartupError(f"{path} does not exist; give a directory with config.json and *.safetensors")
-    fields = _Fields(raw, path)
+    fields = Fields(raw, path)
     _refuse_unsupported(fields)
-    generation = _read_json(directory / "generation_config.json") or {}
+    generation = read_json(directory / "generation_config.json") or {}
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    num_layers, architecture = fields.integer("num_hidden_layers"), _architecture(fields)
+    read_experts = FAMILIES[architecture].read_experts
     config = ModelConfig(
-        architecture=_architecture(fields),
+        architecture=architecture,
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=fields.integer("head_dim", hidden_size // num_heads),
@@ -124,6 +142,7 @@ def read_config(directory: Path) -> ModelConfig:
         has_tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=_eos_token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")),
+        experts=read_experts(fields, num_layers) if read_experts is not None else None,
     )
     if config.num_heads % config.num_kv_heads:
         fields.refuse("num_key_value_heads", f"must divide num_attention_heads ({num_heads}); the config is damaged")
@@ -132,42 +151,14 @@ def read_config(directory: Path) -> ModelConfig:
     return config
 
 
-class _Fields:
-    """The config's fields with their checks. `prefix` names the object they are in."""
-
-    def __init__(self, raw: Mapping[str, Any], path: Path, prefix: str = "") -> None:
-        self.raw = raw
-        self.path = path
-        self._prefix = prefix
-
-    def refuse(self, field: str, remedy: str) -> None:
-        raise StartupError(f"{self.path}: {self._prefix}{field} is {json.dumps(self.raw.get(field))}; {remedy}")
-
-    def number(self, field: str, default: float | None = None) -> float:
-        value: Any = self.raw.get(field)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            self.refuse(field, "a positive number is needed; the config is incomplete or damaged")
-        return float(value)
-
-    def integer(self, field: str, default: int | None = None) -> int:
-        value = self.number(field, default)
-        if value != int(value):
-            self.refuse(field, "a whole number is needed; the config is damaged")
-        return int(value)
-
-    def optional(self, field: str) -> float | None:
-        return None if self.raw.get(field) is None else self.number(field)
-
-
-def _architecture(fields: _Fields) -> str:
+def _architecture(fields: Fields) -> str:
     names = fields.raw.get("architectures") or []
     if len(names) != 1 or names[0] not in FAMILIES:
         fields.refuse("architectures", f"serve one of {', '.join(FAMILIES)}")
     return str(names[0])
 
 
-def _refuse_unsupported(fields: _Fields) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     raw = fields.raw
     _architecture(fields)
     if raw.get("quantization_config") is not None:
@@ -186,7 +177,7 @@ def _refuse_unsupported(fields: _Fields) -> None:
     _refuse_sliding_window(fields)
 
 
-def _refuse_sliding_window(fields: _Fields) -> None:
+def _refuse_sliding_window(fields: Fields) -> None:
     raw, remedy = fields.raw, "sliding windows are not served yet; use a model with full attention"
     if "sliding_attention" in (raw.get("layer_types") or ()):
         fields.refuse("layer_types", remedy)
@@ -196,12 +187,12 @@ def _refuse_sliding_window(fields: _Fields) -> None:
         fields.refuse("sliding_window", remedy)
 
 
-def _rope(fields: _Fields) -> Rope:
+def _rope(fields: Fields) -> Rope:
     """`rope_theta` with `rope_scaling`, or the newer `rope_parameters` that holds both."""
     raw = fields.raw
     name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     scaling = raw.get(name) or {}
-    inner = _Fields({"rope_theta": raw.get("rope_theta"), **scaling}, fields.path, f"{name}.")
+    inner = Fields({"rope_theta": raw.get("rope_theta"), **scaling}, fields.path, f"{name}.")
     theta = inner.number("rope_theta", 10_000.0)
     kind_field = "rope_type" if "rope_type" in scaling else "type"
     match scaling.get(kind_field, "default"):
@@ -224,7 +215,7 @@ def _rope(fields: _Fields) -> Rope:
             raise AssertionError("refuse raises")
 
 
-def _yarn(inner: _Fields, theta: float, max_position_embeddings: int) -> YarnRope:
+def _yarn(inner: Fields, theta: float, max_position_embeddings: int) -> YarnRope:
     original = inner.integer("original_max_position_embeddings", max_position_embeddings)
     return YarnRope(
         theta=theta,
@@ -245,16 +236,3 @@ def _eos_token_ids(*sources: int | list[int] | None) -> tuple[int, ...]:
     for source in sources:
         ids += [source] if isinstance(source, int) else source or []
     return tuple(dict.fromkeys(ids))
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`; None if there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise StartupError(f"{path} cannot be read: {error}; fetch the model again") from error
-    if not isinstance(value, dict):
-        raise StartupError(f"{path} holds a {type(value).__name__}, not an object; fetch the model again")
-    return value

@@ -1,4 +1,11 @@
-"""What the round loop asks of a model: forget and load slots, run one round."""
+"""What the round loop asks of a model: forget and load slots, run one round.
+
+Tensor-parallel ranks run the same rounds; the first, whose ModelRunner draws the tokens, leads:
+
+    leader    start ─▶ execute(plan) ─────────────────────▶ next round
+                          ║ collectives          │ tokens
+    follower  start ─▶ compute(plan) ───────▶ append(tokens) ─▶ next round
+"""
 
 from __future__ import annotations
 
@@ -35,3 +42,25 @@ class ModelRunner(Protocol):
 
         A row's input tokens are known here: the prompt, the forced output, and what earlier rounds drew.
         """
+
+    def idle(self) -> None:
+        """Take part in a round of the group in which this rank has no rows."""
+
+
+class Follower(Protocol):
+    """A tensor-parallel rank other than the first. Owned by its loop thread.
+
+    Every call follows one of the leader's, in the same order, with what the leader's was given.
+    """
+
+    def start(self, start: SlotStart, request: TokenRequest) -> None:
+        """As ModelRunner.start."""
+
+    def compute(self, plan: RoundPlan) -> None:
+        """This rank's part of the leader's `execute`, which cannot end without it."""
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """The tokens of the leader's RoundResult for the last plan computed, before the next."""
+
+    def idle(self) -> None:
+        """As ModelRunner.idle."""

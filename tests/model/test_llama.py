@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from pdserve.kv.storage import KVStorage
+from pdserve.model.attention.torch_cpu import TorchAttention
+from pdserve.model.collectives import Collectives
+from pdserve.model.llama import Llama
 from pdserve.model.model_config import read_config
 from pdserve.model.torch_runner import TorchRunner, load
+from pdserve.model.weights import load_weights
 from pdserve.request import TokenRequest
+from tests.model.conftest import Answer
 
 transformers = pytest.importorskip("transformers")
 
@@ -157,3 +164,40 @@ def test_a_reused_slot_remembers_nothing(
     server = server_of(*build(tiny, kernel_cache))
     server.serve([heavy])
     assert server.serve([plain])[0].output == server_of(*build(tiny, kernel_cache)).serve([plain])[0].output
+
+
+@dataclass
+class SharedMlp:
+    """An Mlp that takes part in exchanges; remembers what it was called with."""
+
+    is_shared: bool
+    seen: list[tuple[int, ...]] = field(default_factory=list)
+
+    def __call__(self, x: Tensor, collectives: Collectives) -> Tensor:
+        self.seen.append(tuple(x.shape))
+        return x
+
+
+def test_an_idle_forward_calls_what_is_shared_and_nothing_else(tiny: Path) -> None:
+    config = read_config(tiny)
+    weights = load_weights(tiny, config)
+    mlps = [SharedMlp(is_shared) for is_shared in (True, False, True)]
+    layers = tuple(replace(layer, mlp=mlp) for layer, mlp in zip(weights.layers, mlps, strict=True))
+    storage = KVStorage(config.kv_layout(16), 1)
+    attention = TorchAttention(storage, config.num_heads)
+    Llama(config, replace(weights, layers=layers), attention).idle_forward()
+    assert [mlp.seen for mlp in mlps] == [[(0, 48)], [], [(0, 48)]]
+
+
+def test_an_idle_runner_of_a_model_without_experts_leaves_everything_as_it_is(
+    tiny: Path, kernel_cache: Path, request_of: Callable[..., TokenRequest], server_of: Any
+) -> None:
+    request = request_of("r", prompts()[1], 6)
+    expected = server_of(*build(tiny, kernel_cache)).serve([request])[0].output
+    runner, storage = build(tiny, kernel_cache)
+    server = server_of(runner, storage)
+    answer = Answer(request, 0)
+    while not answer.is_finished:
+        server.run_round([answer])
+        runner.idle()
+    assert answer.output == expected

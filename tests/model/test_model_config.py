@@ -10,6 +10,8 @@ import pytest
 
 from pdserve.errors import StartupError
 from pdserve.kv.layout import KVLayout
+from pdserve.model import experts_config as names
+from pdserve.model.experts_config import ExpertsConfig
 from pdserve.model.model_config import DefaultRope, LinearRope, Llama3Rope, YarnRope, read_config
 
 BASE: dict[str, Any] = {
@@ -89,6 +91,53 @@ def test_an_inert_sliding_window_is_served(tmp_path: Path) -> None:
     read_config(write(tmp_path, {"sliding_window": 1024}))
 
 
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+}
+
+
+def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, {}))
+    assert config.experts is None
+    assert config.intermediate_sizes == {256}
+
+
+def test_the_experts_of_mixtral(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, MIXTRAL))
+    assert config.experts == ExpertsConfig(names.MIXTRAL, 8, 2, 256, True, frozenset({0, 1}))
+    assert config.intermediate_sizes == {256}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers", "sizes"),
+    [
+        ({}, {0, 1, 2, 3, 4}, {32}),
+        ({"mlp_only_layers": None, "decoder_sparse_step": 1}, {0, 1, 2, 3, 4}, {32}),
+        ({"decoder_sparse_step": 2}, {1, 3}, {32, 256}),
+        ({"mlp_only_layers": [0, 4, 9]}, {1, 2, 3}, {32, 256}),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, {1}, {32, 256}),
+    ],
+)
+def test_the_layers_of_qwen3_that_have_experts(
+    tmp_path: Path, changes: dict[str, Any], layers: set[int], sizes: set[int]
+) -> None:
+    config = read_config(write(tmp_path, {**QWEN3_MOE, "num_hidden_layers": 5, **changes}))
+    assert config.experts == ExpertsConfig(names.QWEN3, 16, 4, 32, False, frozenset(layers))
+    assert config.intermediate_sizes == sizes
+    assert {layer for layer in range(5) if config.experts_of(layer)} == layers
+    assert config.family.has_qk_norm
+
+
+def test_qwen3_s_experts_as_transformers_writes_them(tmp_path: Path) -> None:
+    later = {**QWEN3_MOE, "num_experts": None, "num_local_experts": 16, "norm_topk_prob": True}
+    config = read_config(write(tmp_path, later))
+    assert config.experts == ExpertsConfig(names.QWEN3, 16, 4, 32, True, frozenset({0, 1}))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -109,6 +158,17 @@ def test_an_inert_sliding_window_is_served(tmp_path: Path) -> None:
         ({"num_hidden_layers": 2.5}, ["num_hidden_layers is 2.5", "whole number"]),
         ({"num_key_value_heads": 4}, ["num_key_value_heads is 4", "num_attention_heads (6)"]),
         ({"head_dim": 15}, ["head_dim is 15", "even"]),
+        ({**MIXTRAL, "num_local_experts": 0}, ["num_local_experts is 0", "positive"]),
+        ({**MIXTRAL, "num_local_experts": None}, ["num_local_experts is null", "positive"]),
+        ({**MIXTRAL, "num_experts_per_tok": 9}, ["num_experts_per_tok is 9", "8 experts", "damaged"]),
+        ({**QWEN3_MOE, "num_experts": None}, ["num_experts is null", "positive"]),
+        ({**QWEN3_MOE, "num_experts": 2.5}, ["num_experts is 2.5", "whole number"]),
+        ({**QWEN3_MOE, "num_experts_per_tok": 17}, ["num_experts_per_tok is 17", "16 experts"]),
+        ({**QWEN3_MOE, "moe_intermediate_size": -1}, ["moe_intermediate_size is -1", "positive"]),
+        ({**QWEN3_MOE, "decoder_sparse_step": 0}, ["decoder_sparse_step is 0", "positive"]),
+        ({**QWEN3_MOE, "norm_topk_prob": "yes"}, ['norm_topk_prob is "yes"', "true or false"]),
+        ({**QWEN3_MOE, "mlp_only_layers": 1}, ["mlp_only_layers is 1", "list"]),
+        ({**QWEN3_MOE, "mlp_only_layers": [-1]}, ["mlp_only_layers is [-1]", "list"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

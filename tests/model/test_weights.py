@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pdserve.errors import StartupError
+from pdserve.model.checkpoint import Checkpoint
 from pdserve.model.linear import Linear
 from pdserve.model.model_config import DefaultRope, ModelConfig
-from pdserve.model.weights import expected_shapes, load_weights, revision
+from pdserve.model.shard import Shard
+from pdserve.model.weights import ModelWeights, expected_shapes, load_weights, revision
 
 Tensors = dict[str, Tensor]
 
@@ -86,6 +90,96 @@ def test_narrow_weights_become_float32(tmp_path: Path, tensors: Tensors) -> None
 def test_a_tied_head_is_the_embedding_even_if_stored(tmp_path: Path, tensors: Tensors) -> None:
     weights = load_weights(write(tmp_path, tensors), config_of(tied=True))
     assert torch.equal(matrix_of(weights.lm_head, weights.embedding), weights.embedding)
+
+
+def split_config(**changes: Any) -> ModelConfig:
+    """8 heads over 2 KV heads, 19 tokens."""
+    changes = {"num_heads": 8, "num_kv_heads": 2, "hidden_size": 32, "vocab_size": 19, **changes}
+    return replace(config_of("Qwen3ForCausalLM"), **changes)
+
+
+def load_split(directory: Path, config: ModelConfig, tp_size: int) -> list[ModelWeights]:
+    return [load_weights(directory, config, shard=Shard(tp_size, rank)) for rank in range(tp_size)]
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_ranks_hold_equal_slices_that_make_up_the_whole(tmp_path: Path, tp_size: int) -> None:
+    """4 ranks share 2 KV heads, pairs of them the same one."""
+    config = split_config()
+    tensors = {name: torch.randn(shape) for name, shape in expected_shapes(config).items()}
+    prefix = "model.layers.1."
+    parts = [weights.layers[1] for weights in load_split(write(tmp_path, tensors), config, tp_size)]
+    q_rows, kv_rows = 32 // tp_size, 4
+    projections = {letter: tensors[f"{prefix}self_attn.{letter}_proj.weight"] for letter in "qkv"}
+    for rank, part in enumerate(parts):
+        kv_head = rank * 2 // tp_size
+        rows = {letter: slice(kv_head * kv_rows, (kv_head + 1) * kv_rows) for letter in "kv"}
+        rows["q"] = slice(rank * q_rows, (rank + 1) * q_rows)
+        qkv = torch.cat([projections[letter][rows[letter]] for letter in "qkv"])
+        assert torch.equal(matrix_of(part.qkv, qkv), qkv)
+        assert part.qk_norm is not None
+        assert part.qk_norm.shape == (8 // tp_size + 1, config.head_dim)
+    for name, linears in {
+        "self_attn.o_proj": [part.attention_output for part in parts],
+        "mlp.down_proj": [part.mlp.down for part in parts],
+    }.items():
+        whole = tensors[f"{prefix}{name}.weight"]
+        columns = whole.chunk(tp_size, dim=1)
+        assert all(torch.equal(matrix_of(*pair), pair[1]) for pair in zip(linears, columns, strict=True))
+    gates, ups = (tensors[f"{prefix}mlp.{name}_proj.weight"].chunk(tp_size) for name in ("gate", "up"))
+    for part, *halves in zip(parts, gates, ups, strict=True):
+        assert torch.equal(matrix_of(part.mlp.gate_up, halves[0]), torch.cat(halves))
+
+
+@pytest.mark.parametrize(("vocab_size", "tp_size"), [(19, 2), (19, 4), (9, 8)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_hold_equal_parts_of_any_vocabulary(tmp_path: Path, vocab_size: int, tp_size: int, tied: bool) -> None:
+    """9 tokens over 8 ranks are 2 each: the fifth has one, the others behind it have none."""
+    config = split_config(vocab_size=vocab_size, has_tied_embeddings=tied, intermediate_size=16)
+    tensors = {name: torch.randn(shape) for name, shape in expected_shapes(config).items()}
+    parts = load_split(write(tmp_path, tensors), config, tp_size)
+    embedding = tensors["model.embed_tokens.weight"]
+    lm_head = embedding if tied else tensors["lm_head.weight"]
+    num_rows = -(-vocab_size // tp_size)
+    assert {len(part.embedding) for part in parts} == {num_rows}
+    for whole, joined in (
+        (embedding, torch.cat([part.embedding for part in parts])),
+        (lm_head, torch.cat([matrix_of(part.lm_head, lm_head) for part in parts])),
+    ):
+        assert torch.equal(joined[:vocab_size], whole)
+        assert not joined[vocab_size:].any()
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_a_rank_reads_its_share_of_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int) -> None:
+    config = split_config(num_kv_heads=4)
+    tensors = {name: torch.randn(shape) for name, shape in expected_shapes(config).items()}
+    num_bytes = 0
+    take = Checkpoint.take
+
+    def counting(*arguments: Any, **slices: Any) -> Tensor:
+        nonlocal num_bytes
+        tensor = take(*arguments, **slices)
+        num_bytes += tensor.nbytes
+        return tensor
+
+    monkeypatch.setattr(Checkpoint, "take", counting)
+    load_weights(write(tmp_path, tensors), config, shard=Shard(tp_size, 1))
+    norms = sum(tensor.nbytes for name, tensor in tensors.items() if "norm" in name)
+    split = sum(tensor.nbytes for tensor in tensors.values()) - norms
+    assert num_bytes == pytest.approx(norms + split / tp_size, rel=0.02)  # 19 tokens are no equal parts
+
+
+def test_a_slice_of_a_tensor_with_a_wrong_shape_is_refused_too(tmp_path: Path) -> None:
+    config = split_config()
+    tensors = {name: torch.randn(shape) for name, shape in expected_shapes(config).items()}
+    name = "model.layers.0.mlp.down_proj.weight"
+    wider = {**tensors, name: torch.randn(32, 16)}
+    with pytest.raises(StartupError, match=r"down_proj\.weight is \[32, 16\] of float32.* \[32, 12\]"):
+        load_weights(write(tmp_path, wider), config, shard=Shard(2, 0))
+    halves = {**tensors, name: tensors[name].to(torch.int8)}
+    with pytest.raises(StartupError, match=r"down_proj\.weight is \[32, 12\] of int8"):
+        load_weights(write(tmp_path, halves), config, shard=Shard(2, 0))
 
 
 def test_progress_ends_at_its_total(tmp_path: Path, tensors: Tensors) -> None:

@@ -1,0 +1,68 @@
+"""Over how many ranks a model can be split, and what each gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdserve.errors import StartupError
+from pdserve.model.model_config import DefaultRope, ModelConfig
+from pdserve.model.shard import WHOLE, Shard
+from pdserve.model.slices import check_split, slices_of
+
+SMOLLM2 = ModelConfig(
+    architecture="LlamaForCausalLM",
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    vocab_size=49152,
+    max_position_embeddings=8192,
+    rms_norm_eps=1e-5,
+    rope=DefaultRope(10000.0),
+    has_tied_embeddings=True,
+    bos_token_id=None,
+    eos_token_ids=(),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp_size", "words"),
+    [
+        ({}, 2, ["9 attention heads", "choose 1 or 3"]),
+        ({}, 9, ["MLPs of 1536", "choose 1 or 3"]),
+        ({"num_heads": 12, "num_kv_heads": 4}, 3, ["4 KV heads", "choose 1 or 2 or 4 or 12"]),
+        ({"intermediate_size": 1}, 3, ["MLPs of 1", "choose 1"]),
+    ],
+)
+def test_a_size_that_cannot_be_split_is_refused_with_those_that_can(
+    changes: dict[str, int], tp_size: int, words: list[str]
+) -> None:
+    config = replace(SMOLLM2, **changes)
+    for refused in (lambda: check_split(config, tp_size), lambda: slices_of(config, Shard(tp_size, 0))):
+        with pytest.raises(StartupError) as refusal:
+            refused()
+        for word in [f"--tensor-parallel-size is {tp_size}", *words]:
+            assert word in refusal.value.message
+        assert refusal.value.message.endswith(words[-1])
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8, 16])
+def test_every_head_and_token_is_held_and_queries_lie_beside_their_keys(tp_size: int) -> None:
+    """16 query heads over 4 KV heads: where more ranks than those share them, each rank's queries still find theirs."""
+    config = replace(SMOLLM2, num_heads=16, num_kv_heads=4, vocab_size=53)
+    parts = [slices_of(config, Shard(tp_size, rank)) for rank in range(tp_size)]
+    assert [head for part in parts for head in part.heads] == list(range(16))
+    assert [token for part in parts for token in part.vocabulary] == list(range(53))
+    for part in parts:
+        assert sorted({head // 4 for head in part.heads}) == list(part.kv_heads)
+        assert len(part.vocabulary) <= part.num_vocabulary_rows == -(-53 // tp_size)
+
+
+def test_one_rank_holds_all() -> None:
+    slices = slices_of(SMOLLM2, WHOLE)
+    assert (slices.heads, slices.kv_heads, slices.vocabulary) == (range(9), range(3), range(49152))
+    assert slices.num_vocabulary_rows == 49152
