@@ -24,5 +24,5 @@ def build(site: Site) -> Parts:
     handoffs = Handoffs(rank, fingerprint, site.incarnation, args.transfer_timeout_s)
     policy = HandoffPolicy(args.decode_fallback, args.remote_prefill_min_tokens)
     tokens = RemotePrefillTokens(rank, peers, handoffs, policy)
-    rank.on_transport = tokens.on_transport
+    rank.members[0].on_transport = tokens.on_transport
     return Parts([site.inference(site.text(tokens))], tokens.loads, [peers.watch()])

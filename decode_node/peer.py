@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import grpc
 
-from decode_node.choice import PrefixMemory
+from pdserve.engine.prefix_memory import PrefixMemory
 from pdserve.errors import PeerError, PeerMismatch, ProtocolError
 from pdserve.rpc.channel import channel_options
 from pdserve.rpc.handoff import Description, PeerLoad

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from random import uniform
 
 from decode_node import choice
-from decode_node.choice import Candidate, prefix_hashes
+from decode_node.choice import Candidate
 from decode_node.health import PeerHealth
 from decode_node.peer import NEVER_CONNECTED, Peer, PeerState, make_peer
 from decode_node.peer_sources import PeerSources
 from decode_node.requirements import Requirements
 from pdserve.engine.front import Rank
 from pdserve.engine.messages import ConnectPeer, DropPeer, FromTransport, PeerConnected, PeerUnusable
+from pdserve.engine.prefix_memory import prefix_hashes
 from pdserve.errors import PeerError, PeerMismatch
 from pdserve.rpc.handoff import Description
 from pdserve.transfer.base import PeerId

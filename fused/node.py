@@ -6,7 +6,7 @@ import logging
 
 from pdserve import node
 from pdserve.config import ServerArgs, policy_line
-from pdserve.engine.front import LocalTokens
+from pdserve.engine.local_tokens import LocalTokens
 from pdserve.node import Parts, Site
 
 log = logging.getLogger(__name__)
@@ -19,5 +19,5 @@ def run(args: ServerArgs) -> None:
 
 def build(site: Site) -> Parts:
     log.info("%s", policy_line(site.args))
-    tokens = LocalTokens(site.rank)
+    tokens = LocalTokens(site.ranks)
     return Parts([site.inference(site.text(tokens))], tokens.loads)

@@ -108,7 +108,8 @@ class TokenRequest:
     """One answer to compute: what the engine is asked for. A caller's `n` samples are n of these.
 
     prompt: token ids. priority: smaller goes first, equal keeps the order of arrival. time_left_s: until the caller's
-    deadline, as of its arrival; None without one.
+    deadline, as of its arrival; None without one. data_parallel_rank: the one to compute it; None leaves that to the
+    node.
     """
 
     request_id: RequestId
@@ -116,6 +117,7 @@ class TokenRequest:
     sampling: SamplingParams
     priority: int = 0
     time_left_s: float | None = None
+    data_parallel_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ class GenerateRequest:
     """A caller's request after its input was turned into tokens.
 
     sampling.sample_index is ignored; sample i of n is drawn with index i. stop: strings that end an answer.
-    time_left_s: until the caller's deadline, as of now; None without one.
+    time_left_s: until the caller's deadline, as of now; None without one. data_parallel_rank: as in TokenRequest.
     """
 
     request_id: RequestId
@@ -152,6 +154,7 @@ class GenerateRequest:
     skip_special_tokens: bool = True
     priority: int = 0
     time_left_s: float | None = None
+    data_parallel_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from functools import partial
 
 from pdserve import __version__, node
 from pdserve.config import ServerArgs
-from pdserve.engine.front import LocalTokens
+from pdserve.engine.local_tokens import LocalTokens
 from pdserve.errors import WrongRole
 from pdserve.node import Parts, Site
 from pdserve.request import GenerateChunk, GenerateRequest, RankLoad, RequestId
@@ -26,9 +26,9 @@ def run(args: ServerArgs) -> None:
 
 def build(site: Site) -> Parts:
     servicer = HandoffServicer(site.rank, describe(site))
-    site.rank.on_transport = servicer.on_transport
+    site.rank.members[0].on_transport = servicer.on_transport
     handoff = Service(SERVICE_NAME, partial(add_HandoffServicer_to_server, servicer))
-    tokens = LocalTokens(site.rank)
+    tokens = LocalTokens(site.ranks)
     return Parts([handoff, site.inference(NotTheFrontDoor(tokens))], tokens.loads)
 
 

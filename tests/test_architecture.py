@@ -68,7 +68,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "torch": (
         "pdserve.model",
         "pdserve.kv.storage",
-        "pdserve.engine.group",
+        "pdserve.engine.joining",
         "pdserve.transfer",
         *("pdserve.bench.rounds", "pdserve.bench.linears"),
     ),

@@ -161,6 +161,9 @@ class SamplerRunner:
         self._slot_table.append(batch, drawn.tokens)
         return RoundResult(drawn.tokens.tolist(), drawn.logprobs)
 
+    def idle(self) -> None:
+        """There is one rank."""
+
 
 def made_up_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
     """[num_rows, vocab_size] float32: the token of rank r has a probability near r^-2, as peaked as those of text."""

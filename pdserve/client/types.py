@@ -21,6 +21,7 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str
     model: str
     priority: int
+    data_parallel_rank: int
     skip_special_tokens: bool
     temperature: float
     top_p: float

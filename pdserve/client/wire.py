@@ -11,7 +11,7 @@ from pdserve.rpc.codec import decode_finish, decode_logprobs, decode_prompt_logp
 from pdserve.v1 import inference_pb2 as pb
 
 # Options that are fields of the request itself; all others but the input are sampling parameters.
-REQUEST_FIELDS = frozenset({"request_id", "model", "priority", "skip_special_tokens"})
+REQUEST_FIELDS = frozenset({"request_id", "model", "priority", "data_parallel_rank", "skip_special_tokens"})
 INPUT_FIELDS = frozenset({"messages", "token_ids"})
 
 

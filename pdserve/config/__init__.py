@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pdserve.config import environment, flags, policy, rules, sources
 from pdserve.config.environment import cache_dir
 from pdserve.config.faults import ConfigError, Fault, shown, unless_about
-from pdserve.config.fields import FIELDS, DecodeFallback, OnRankDeath, Role, Settings, flag_name
+from pdserve.config.fields import FIELDS, DecodeFallback, LoadBalanceMethod, OnRankDeath, Role, Settings, flag_name
 from pdserve.config.policy import CadenceSettings, FillSettings, PrefillDelay, policy_line
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "DecodeFallback",
     "Fault",
     "FillSettings",
+    "LoadBalanceMethod",
     "OnRankDeath",
     "PrefillDelay",
     "Role",
@@ -133,8 +134,18 @@ class ServerArgs(Settings):
 
     @property
     def compute_threads(self) -> int:
-        """Threads for arithmetic: a person's OMP_NUM_THREADS, else --num-threads, else one a core."""
-        return environment.omp_num_threads() or self.num_threads or environment.num_cores()
+        """Of a rank, for arithmetic: a person's OMP_NUM_THREADS, else --num-threads, else its share of the cores."""
+        return environment.omp_num_threads() or self.num_threads or max(1, environment.num_cores() // self.num_ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """Rank processes of the group."""
+        return self.data_parallel_size * self.tensor_parallel_size
+
+    @property
+    def max_num_seqs_a_rank(self) -> int:
+        """Slots of a data-parallel rank."""
+        return self.max_num_seqs // self.data_parallel_size
 
     def command_line(self) -> list[str]:
         """The words that give these settings again where there is no PDSERVE_* variable and no config file."""
@@ -158,7 +169,9 @@ def server_parser(prog: str, hidden: Iterable[str] = (), purpose: str = "Serve a
         description=f"{purpose} Each flag may also be a PDSERVE_* variable or a line of the --config file.",
         epilog=f"example:\n  {prog} smollm2 --port 50051",
     )
-    parser.add_argument("positional_model", metavar="MODEL", nargs="?", help="smollm2, a model directory, or a hub id")
+    parser.add_argument(
+        "positional_model", metavar="MODEL", nargs="?", help="smollm2, smollm2-moe, a model directory, or a hub id"
+    )
     flags.add_flags(parser, FIELDS, set(hidden))
     return parser
 

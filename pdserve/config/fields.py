@@ -33,12 +33,21 @@ class OnRankDeath(StrEnum):
     EXIT = "exit"
 
 
+class LoadBalanceMethod(StrEnum):
+    """Which data-parallel rank a request goes to, where it names none."""
+
+    SHORTEST_QUEUE = "shortest_queue"
+    ROUND_ROBIN = "round_robin"
+    LEAST_KV = "least_kv"
+    PREFIX_AFFINITY = "prefix_affinity"
+
+
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 # Enumerations may be given by value in code too; numbers stay strict.
 Lax = Field(strict=False)
 
-MODEL, ADDRESS, BATCH, MEMORY = "Model", "Address", "Batching", "KV memory"
+MODEL, ADDRESS, GROUP, BATCH, MEMORY = "Model", "Address", "Group of ranks", "Batching", "KV memory"
 POLICY, PEERS, RUNNING = "Prefill policy", "Prefill and decode on different nodes", "Running"
 
 AUTO = "auto"
@@ -57,7 +66,9 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: Annotated[
-        str, Field(min_length=1), Flag(MODEL, "what to serve: smollm2, a model directory, or a hub id", "MODEL")
+        str,
+        Field(min_length=1),
+        Flag(MODEL, "what to serve: smollm2, smollm2-moe, a model directory, or a hub id", "MODEL"),
     ]
     served_model_name: Annotated[str | None, Flag(MODEL, "the name clients see (default: MODEL)", "NAME")] = None
     role: Annotated[Role, Lax, Flag(MODEL, "what this node does")] = Role.FUSED
@@ -74,7 +85,21 @@ class Settings(BaseModel):
     max_message_mib: Annotated[Count, Field(le=2047), Flag(ADDRESS, "largest gRPC message in MiB")] = 16
     reflection: Annotated[bool, Flag(ADDRESS, "serve gRPC reflection")] = True
 
-    max_num_seqs: Annotated[Count, Flag(BATCH, "requests that run at once")] = 32
+    data_parallel_size: Annotated[
+        Count,
+        Field(le=1024),
+        Flag(GROUP, "ranks that each schedule requests of their own; experts are split over them", alias="dp"),
+    ] = 1
+    tensor_parallel_size: Annotated[
+        Count, Field(le=64), Flag(GROUP, "processes that share each rank's matrices and KV heads", alias="tp")
+    ] = 1
+    load_balance_method: Annotated[
+        LoadBalanceMethod, Lax, Flag(GROUP, "which data-parallel rank a request goes to")
+    ] = LoadBalanceMethod.SHORTEST_QUEUE
+
+    max_num_seqs: Annotated[
+        Count, Flag(BATCH, "requests that run at once, shared evenly by the data-parallel ranks")
+    ] = 32
     chunked_prefill_size: Annotated[Count, Flag(BATCH, "most tokens a round computes, prompts in chunks")] = 512
     enable_mixed_batch: Annotated[
         bool,
@@ -185,11 +210,6 @@ class Settings(BaseModel):
     log_format: Annotated[Literal["text", "json"], Flag(RUNNING, "how log lines are written")] = "text"
     stats_interval_s: Annotated[Seconds, Flag(RUNNING, "seconds between lines of statistics while busy", "S")] = 10.0
     config: Annotated[str | None, Flag(RUNNING, "YAML or TOML file with settings named as the flags", "FILE")] = None
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Ranks of the group that shares its prefill rounds: one, as a node has a single rank."""
-        return 1
 
 
 FIELDS = Settings.model_fields

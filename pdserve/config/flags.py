@@ -17,12 +17,16 @@ from typing import Any, NoReturn, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """How a field reads on the command line. only: the kinds of node that heed it; empty = all."""
+    """How a field reads on the command line. only: the kinds of node that heed it; empty = all.
+
+    alias: a shorter name, without the dashes.
+    """
 
     group: str
     help: str
     metavar: str = "N"
     only: tuple[str, ...] = ()
+    alias: str = ""
 
 
 class Field(Protocol):
@@ -94,7 +98,8 @@ def add_flags(parser: argparse.ArgumentParser, fields: Mapping[str, Field], hidd
         settings = _settings(flag, field)
         if name in hidden:
             settings["help"] = argparse.SUPPRESS
-        groups[flag.group].add_argument(spelled(name), dest=name, default=argparse.SUPPRESS, **settings)
+        names = [spelled(name), *([spelled(flag.alias)] if flag.alias else [])]
+        groups[flag.group].add_argument(*names, dest=name, default=argparse.SUPPRESS, **settings)
 
 
 def _settings(flag: Flag, field: Field) -> dict[str, Any]:

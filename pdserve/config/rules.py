@@ -18,6 +18,7 @@ def faults_of(settings: Settings) -> list[Fault]:
         *_ignored_flags(settings),
         *policy_faults(settings),
         *_address_faults(settings),
+        *_group_faults(settings),
         *_size_faults(settings),
         *_tier_faults(settings),
         *_peer_faults(settings),
@@ -49,6 +50,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _group_faults(settings: Settings) -> Iterable[Fault]:
+    if settings.max_num_seqs < settings.data_parallel_size:
+        reason = (
+            f"leaves a rank without a request to run, as --data-parallel-size is {settings.data_parallel_size}; "
+            "give at least as many"
+        )
+        yield Fault(flag_name("max_num_seqs"), settings.max_num_seqs, reason)
 
 
 def _size_faults(settings: Settings) -> Iterable[Fault]:

@@ -1,7 +1,7 @@
 """Sockets between a front and its ranks: ZeroMQ pairs over ipc in a directory that only this user may enter.
 
-Each message is one frame of typed msgpack. The front binds, a rank connects; a rank's loop and its transport thread
-have a socket each, so that neither waits for the other.
+Each message is one frame of typed msgpack. The front binds, a rank connects; a leader binds, its followers connect. A
+rank's loop and its transport thread have a socket each, so that neither waits for the other.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from pdserve.errors import NotReady
 
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
+
+# What a zmq.Poller takes.
+Pollable = int | zmq.Socket[Any]
 
 # Messages of one kind that may wait for the other side; a round sends one.
 _HIGH_WATER = 100_000
@@ -49,12 +52,18 @@ def _set_options(socket: zmq.Socket[Any], linger_ms: int) -> None:
 
 
 class RankChannel(Generic[Received, Sent]):
-    """A rank's end; owned by one thread. `received` is the union of message types that may come in."""
+    """A rank's end; owned by one thread. `received` is the union of message types that may come in.
 
-    def __init__(self, endpoint: str, received: object) -> None:
+    binds: the other end is a rank too, and connects.
+    """
+
+    def __init__(self, endpoint: str, received: object, *, binds: bool = False) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         _set_options(self._socket, linger_ms=1000)
-        self._socket.connect(endpoint)
+        if binds:
+            self._socket.bind(endpoint)
+        else:
+            self._socket.connect(endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(received)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from pdserve.scheduler.gate import IDLE_ROW, GateRow, PrefillGate, Window
+from pdserve.scheduler.gate import GateRow, PrefillGate, Window
 from pdserve.scheduler.plan import PlanOptions, RoundPlan
 from pdserve.scheduler.scheduler import Scheduler
 
@@ -44,7 +44,7 @@ class Gating:
     def row(self, plan: RoundPlan) -> GateRow:
         """This rank's part of the round as it was planned."""
         if self._gate is None:
-            return IDLE_ROW
+            return GateRow(plan.num_tokens, plan.batch_size, plan.num_extends, False, False)
         probe = self._scheduler.probe_prefill_gate()
         self.counters["gate_votes"] += probe.vote
         self.counters["gate_votes_without_slot"] += probe.vote and not self._scheduler.has_free_slot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -45,8 +46,37 @@ class TierSpec(msgspec.Struct, frozen=True):
     directory_bytes: int = 0
 
 
+class GridSpec(msgspec.Struct, frozen=True):
+    """This rank's place among those that serve one model: dp_rank * tensor_parallel_size + tp_rank.
+
+    init_method: where torch.distributed lets them find each other. is_in_step: all go through their rounds together.
+    """
+
+    data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    rank: int = 0
+    num_local_ranks: int = 1
+    init_method: str = ""
+    is_in_step: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data_parallel_size * self.tensor_parallel_size
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tensor_parallel_size
+
+
 class RankSpec(msgspec.Struct, frozen=True):
-    """Everything a rank process needs to know. source: what its log lines call it."""
+    """Everything a rank process needs to know. source: what its log lines call it.
+
+    step_endpoints: of a leader, where each of its followers hears of rounds; of a follower, its own.
+    """
 
     model_directory: str
     cache_directory: str
@@ -64,6 +94,9 @@ class RankSpec(msgspec.Struct, frozen=True):
     max_outstanding_transfers: int | None
     log_level: str
     log_format: str
+    startup_timeout_s: float
+    grid: GridSpec = GridSpec()
+    step_endpoints: tuple[str, ...] = ()
     transport: TransportSpec | None = None
     policy: PolicySpec = PolicySpec()
     tiers: TierSpec = TierSpec()
@@ -95,6 +128,15 @@ class RankProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def is_stopped(self) -> bool:
+        """By a signal, until another lets it go on."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in "Tt"
 
     async def wait(self) -> int:
         """Its exit status, negative for a signal."""

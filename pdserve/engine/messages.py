@@ -1,15 +1,14 @@
-"""Everything that crosses between a front and a rank process, and between a rank's two threads.
+"""Everything that crosses between a front and a rank process, between a rank's two threads, and between its processes.
 
-Typed msgpack by msgspec, never pickle. Four queues, named for their ends:
+Typed msgpack by msgspec, never pickle. Six queues, named for their ends:
 
     front ──ToRank──▶ loop          front ──ToTransport──▶ transport thread
     front ◀─FromRank─ loop          front ◀─FromTransport─ transport thread
     loop ──LoopCommand──▶ transport thread ──scheduler events──▶ loop       (in one process: not encoded)
+    leader ──FromLeader──▶ follower      leader ◀──ToLeader── follower
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import msgspec
 
@@ -25,6 +24,7 @@ from pdserve.request import (
     TokenRequest,
     TransferId,
 )
+from pdserve.scheduler.plan import KvQuiet, KvReceived, LeaseReleased, LeaseRevoked, Row, SlotStart
 from pdserve.transfer.base import PeerId
 
 
@@ -75,11 +75,17 @@ class Ping(Message, frozen=True):
     """Answered by Pong between two rounds: a loop that stands still, or is in a long forward, does not answer."""
 
 
+class Wake(Message, frozen=True):
+    """Every rank of the group gets it: go round until all have nothing to do. number: one more each time."""
+
+    number: int
+
+
 class Stop(Message, frozen=True):
     """Leave the loop; nothing is owed to anybody any more."""
 
 
-ToRank = Submit | Abort | GiveUpTransfer | TransferAccepted | AskLoad | Ping | Stop
+ToRank = Submit | Abort | GiveUpTransfer | TransferAccepted | AskLoad | Ping | Wake | Stop
 
 # ---------------------------------------------------------------- loop → front
 
@@ -165,7 +171,11 @@ class Pong(Message, frozen=True):
     num_tokens_computed: int
 
 
-FromRank = Loading | StartFailed | Ready | Outputs | Reserved | ReservationTakenBack | LoadReport | Pong
+class AskForWake(Message, frozen=True):
+    """This rank sleeps and has something to do: wake the whole group."""
+
+
+FromRank = Loading | StartFailed | Ready | Outputs | Reserved | ReservationTakenBack | LoadReport | Pong | AskForWake
 
 # ---------------------------------------------------------------- front → transport thread
 
@@ -316,15 +326,13 @@ FromTransport = (
 # ---------------------------------------------------------------- loop → transport thread
 
 
-@dataclass(frozen=True, slots=True)
-class OpenLease:
+class OpenLease(Message, frozen=True):
     """Blocks for the whole prompt are reserved; the lease bears the id of its request."""
 
     lease_id: LeaseId
 
 
-@dataclass(frozen=True, slots=True)
-class AnnounceChunk:
+class AnnounceChunk(Message, frozen=True):
     """KV of prompt tokens [first_token, end_token) is written. generations: of the blocks, at this moment."""
 
     lease_id: LeaseId
@@ -334,15 +342,13 @@ class AnnounceChunk:
     generations: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DropLease:
+class DropLease(Message, frozen=True):
     """The request was aborted here: revoke, then say so."""
 
     lease_id: LeaseId
 
 
-@dataclass(frozen=True, slots=True)
-class OpenPull:
+class OpenPull(Message, frozen=True):
     """destinations: where prompt tokens from num_cached_tokens on go."""
 
     transfer_id: TransferId
@@ -351,11 +357,59 @@ class OpenPull:
     destinations: tuple[BlockId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AbandonPull:
+class AbandonPull(Message, frozen=True):
     """Nobody waits for it: post nothing more, say KvQuiet when nothing can write its blocks."""
 
     transfer_id: TransferId
 
 
 LoopCommand = OpenLease | AnnounceChunk | DropLease | OpenPull | AbandonPull
+
+# ---------------------------------------------------------------- a rank's leader → its followers
+
+
+class Step(Message, frozen=True):
+    """Compute this round. drawn: what the leader drew in the round before, which had samples.
+
+    starts: slots that belong to other requests from now on, before the rows.
+    """
+
+    round_id: int
+    drawn: tuple[int, ...]
+    starts: tuple[tuple[SlotStart, TokenRequest], ...]
+    prefill: tuple[Row, ...]
+    decode: tuple[Row, ...]
+
+
+class IdleStep(Message, frozen=True):
+    """Take part in a round in which this rank has no rows."""
+
+
+class Relay(Message, frozen=True):
+    """For the follower's transport thread, which does with its part of each block what the leader's does."""
+
+    command: LoopCommand
+
+
+FromLeader = Step | IdleStep | Relay
+
+# ---------------------------------------------------------------- a follower → its leader
+
+
+class SawReceived(Message, frozen=True):
+    event: KvReceived
+
+
+class SawQuiet(Message, frozen=True):
+    event: KvQuiet
+
+
+class SawReleased(Message, frozen=True):
+    event: LeaseReleased
+
+
+class SawRevoked(Message, frozen=True):
+    event: LeaseRevoked
+
+
+ToLeader = SawReceived | SawQuiet | SawReleased | SawRevoked

@@ -1,19 +1,21 @@
 """The loop of one rank: receive, plan, execute, advance, send. One thread owns the scheduler and the runner.
 
-receive ─▶ plan ─▶ execute (one forward, sample) ─▶ advance(StepDone) ─▶ advance(transport events) ─▶ send
+receive ─▶ plan ─▶ agree with the group ─▶ execute (one forward, sample) ─▶ advance(StepDone)
+─▶ advance(transport events) ─▶ send
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import zmq
 
-from pdserve.engine.channel import RankChannel
+from pdserve.engine.channel import Pollable, RankChannel
 from pdserve.engine.gating import Gating
+from pdserve.engine.group import Group, Lone
 from pdserve.engine.messages import (
     AbandonPull,
     Abort,
@@ -36,6 +38,7 @@ from pdserve.engine.messages import (
     Submit,
     ToRank,
     TransferAccepted,
+    Wake,
 )
 from pdserve.engine.tiers import HostTierLink
 from pdserve.errors import PdserveError
@@ -62,9 +65,12 @@ from pdserve.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
+# What the scheduler has to look at in a round.
+WORK = (Submit, Abort, GiveUpTransfer, TransferAccepted)
+
 
 class TransportLink(Protocol):
-    """The loop's side of the transport thread: two queues, and a file descriptor that wakes the loop."""
+    """The loop's side of the transport thread: two queues, and what wakes the loop."""
 
     def submit(self, command: LoopCommand) -> None:
         """Hand a command to the thread; never blocks."""
@@ -72,8 +78,9 @@ class TransportLink(Protocol):
     def events(self) -> list[Event]:
         """What the thread has for the scheduler since the last call."""
 
-    def fileno(self) -> int:
-        """Readable while events wait."""
+    @property
+    def pollables(self) -> Sequence[Pollable]:
+        """What becomes readable while events wait."""
 
     def counters(self) -> dict[str, int]:
         """What the thread counts: bytes, transfers, leases, by name."""
@@ -107,8 +114,12 @@ class RankLoop:
         transport: TransportLink | None = None,
         tiers: HostTierLink | None = None,
         gate: PrefillGate | None = None,
+        group: Group | None = None,
+        rank: int = 0,
     ) -> None:
+        self._rank = rank
         self._scheduler = scheduler
+        self._group: Group = group or Lone()
         self._gating = Gating(scheduler, gate)
         self._tiers = tiers
         self._runner = runner
@@ -120,32 +131,33 @@ class RankLoop:
         self._is_stopping = False
         self._poller = zmq.Poller()
         self._poller.register(front.socket, zmq.POLLIN)
-        if transport is not None:
-            self._poller.register(transport.fileno(), zmq.POLLIN)
+        for pollable in transport.pollables if transport is not None else ():
+            self._poller.register(pollable, zmq.POLLIN)
         for fileno in tiers.filenos() if tiers is not None else ():
             self._poller.register(fileno, zmq.POLLIN)
 
     def run(self) -> None:
-        """Rounds until Stop. A round that could run nothing waits for a message or an event: only they change that."""
-        has_changed = True
+        """Rounds until Stop. Where the group has nothing to run, this waits for a message or an event."""
         while not self._is_stopping:
-            self._receive(wait=not has_changed)
-            has_changed = self.run_round()
+            self._receive(wait=self._group.is_asleep)
+            if not self._group.is_asleep:
+                self.run_round()
 
-    def run_round(self) -> bool:
-        """One round; False if it changed nothing, so that the next would be the same."""
+    def run_round(self) -> None:
+        """One round, the same one in every rank of the group."""
         plan = self._scheduler.plan(self._gating.options())
-        self._gating.observe([self._gating.row(plan)])
+        wants_round = plan.has_moves or self._gating.holds_prefill
+        self._gating.observe(self._group.agree(self._gating.row(plan), wants_round=wants_round))
         self._announce_plan(plan)
         copied = self._move_between_tiers(plan)
         if plan.batch_size:
             result = self._runner.execute(plan)
             self._collect_prompt_logprobs(result)
             self._carry_out(self._scheduler.advance([StepDone(plan.round_id, result.tokens)]), result)
-        has_events = self._advance_links(copied)
+        elif self._group.others_compute:
+            self._runner.idle()
+        self._advance_links(copied)
         self._flush()
-        has_moved = plan.batch_size > 0 or bool(plan.failed or plan.reservations or plan.taken_back)
-        return has_moved or has_events or self._gating.holds_prefill
 
     def _move_between_tiers(self, plan: RoundPlan) -> list[Event]:
         """Make the copies that the forward relies on, start what may run beside it."""
@@ -154,38 +166,47 @@ class RankLoop:
         self._tiers.begin(plan.write_backs, plan.fetches, plan.stores)
         return self._tiers.copy(plan.copies)
 
-    def _advance_links(self, copied: Iterable[Event] = ()) -> bool:
-        """Tell the scheduler what its copies, the tiers and the transport thread did; False if that was nothing."""
+    def _advance_links(self, copied: Iterable[Event] = ()) -> None:
+        """Tell the scheduler what its copies, the tiers and the transport thread did."""
         events = list(copied)
         events += self._tiers.events() if self._tiers is not None else []
         events += self._transport.events() if self._transport is not None else []
         self._carry_out(self._scheduler.advance(events))
-        return bool(events)
+        if events:
+            self._group.on_news()
 
     # ------------------------------------------------------------ in
 
     def _receive(self, *, wait: bool) -> None:
         if wait:
             self._poller.poll()
-        for message in self._front.receive_all():
-            match message:
-                case Submit():
-                    self._on_submit(message)
-                case Abort():
-                    self._carry_out(self._scheduler.abort(message.request_id))
-                case GiveUpTransfer():
-                    failed = TransferFailed(message.transfer_id, message.forced_output, message.stays_remote)
-                    self._carry_out(self._scheduler.advance([failed]))
-                case TransferAccepted():
-                    self._carry_out(self._scheduler.advance([KvAccepted(message.transfer_id)]))
-                case AskLoad():
-                    self._on_ask_load(message)
-                case Ping():
-                    self._front.send(Pong(self._scheduler.counters.prompt_tokens_computed))
-                case Stop():
-                    self._is_stopping = True
+        messages = self._front.receive_all()
+        for message in messages:
+            self._on_message(message)
         self._advance_links()
+        if any(isinstance(message, WORK) for message in messages):
+            self._group.on_news()
         self._flush()
+
+    def _on_message(self, message: ToRank) -> None:
+        match message:
+            case Submit():
+                self._on_submit(message)
+            case Abort():
+                self._carry_out(self._scheduler.abort(message.request_id))
+            case GiveUpTransfer():
+                failed = TransferFailed(message.transfer_id, message.forced_output, message.stays_remote)
+                self._carry_out(self._scheduler.advance([failed]))
+            case TransferAccepted():
+                self._carry_out(self._scheduler.advance([KvAccepted(message.transfer_id)]))
+            case AskLoad():
+                self._on_ask_load(message)
+            case Ping():
+                self._front.send(Pong(self._scheduler.counters.prompt_tokens_computed))
+            case Wake():
+                self._group.on_wake(message.number)
+            case Stop():
+                self._is_stopping = True
 
     def _on_submit(self, message: Submit) -> None:
         sampling = message.request.sampling
@@ -225,7 +246,7 @@ class RankLoop:
         transport = self._transport.counters() if self._transport else {}
         tiers = self._tiers.counters() if self._tiers else {}
         return RankLoad(
-            rank=0,
+            rank=self._rank,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_waiting_uncached_tokens=scheduler.num_waiting_tokens,
@@ -235,7 +256,13 @@ class RankLoop:
             num_quarantined_blocks=scheduler.num_draining_blocks,
             num_live_leases=transport.pop("live_leases", 0),
             num_open_transfers=scheduler.num_transfers,
-            counters={**asdict(scheduler.counters), **transport, **tiers, **self._gating.counters},
+            counters={
+                **asdict(scheduler.counters),
+                **transport,
+                **tiers,
+                **self._gating.counters,
+                **self._group.counters(),
+            },
         )
 
     # ------------------------------------------------------------ a plan goes out

@@ -146,7 +146,16 @@ def split_samples(request: GenerateRequest) -> tuple[TokenRequest, ...]:
         sampling = replace(request.sampling, sample_index=index)
         if index > 0:
             sampling = replace(sampling, prompt_logprobs=None)
-        token_requests.append(TokenRequest(request_id, request.prompt, sampling, request.priority, request.time_left_s))
+        token_requests.append(
+            TokenRequest(
+                request_id,
+                request.prompt,
+                sampling,
+                request.priority,
+                request.time_left_s,
+                request.data_parallel_rank,
+            )
+        )
     return tuple(token_requests)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import zmq
 
-from pdserve.engine.channel import RankChannel
+from pdserve.engine.channel import Pollable, RankChannel
 from pdserve.engine.lending import Lending
 from pdserve.engine.messages import (
     AbandonPull,
@@ -53,7 +53,7 @@ EXPECT_S = 10.0
 
 
 class TransportThread:
-    """Started by `start`, ended by `close`. `submit`, `events`, `fileno` and `counters` belong to the loop.
+    """Started by `start`, ended by `close`. `submit`, `events`, `pollables` and `counters` belong to the loop.
 
     open_transport and open_channel are called in the thread, which is the only one to touch what they return.
     generation: of a block now; read without a lock, as the check it serves is a belt beside braces. hashed_slab: the
@@ -111,8 +111,10 @@ class TransportThread:
             return []
         return [self._events.get() for _ in range(self._events.qsize())]
 
-    def fileno(self) -> int:
-        return self._event_fd
+    @property
+    def pollables(self) -> list[Pollable]:
+        """What becomes readable while events wait."""
+        return [self._event_fd]
 
     def counters(self) -> dict[str, int]:
         return {

@@ -21,6 +21,7 @@ from pdserve.errors import StartupError
 from pdserve.model.hub import resolve
 from pdserve.model.model_config import read_config
 from pdserve.model.progress import show_progress
+from pdserve.node.grid import check_grid, goes_in_step
 from pdserve.node.restarts import MAX_DEATHS, WINDOW_S, Restarts
 from pdserve.node.site import Build, Parts, Site, Sites
 from pdserve.node.statistics import log_start, log_stats
@@ -46,8 +47,10 @@ async def _serve(args: ServerArgs, build: Build, has_transport: bool) -> None:
     with ExitStack() as stack:
         progress = stack.enter_context(show_progress())
         directory = await asyncio.to_thread(resolve, args.model, progress=progress)
-        read_config(directory)  # the rank reads it too; what is wrong with a model is told before its weights are read
-        sites = Sites(args, directory, HfTokenizer(directory), has_transport)
+        # The ranks read it too; what is wrong with a model is told before its weights are read.
+        config = read_config(directory)
+        check_grid(config, args)
+        sites = Sites(args, directory, HfTokenizer(directory), has_transport, goes_in_step(config, args))
         await Life(args, sites, build, stop, progress).run()
 
 
@@ -87,7 +90,7 @@ class Life:
             return None
         try:
             await self._serve_site(site)
-            return site.rank.lost_reason if site.rank.lost.is_set() else None
+            return site.ranks.lost_reason if site.ranks.lost.is_set() else None
         finally:
             await opening.__aexit__(None, None, None)
 
@@ -97,12 +100,14 @@ class Life:
         server = await self._server_of(parts, site)
         async with background(*parts.background, log_stats(parts, self._args.stats_interval_s)) as failed:
             await server.set_serving(True)
-            await first_of(self._stop.first.wait(), site.rank.lost.wait(), failed)
-            if site.rank.lost.is_set():
+            await first_of(self._stop.first.wait(), site.ranks.lost.wait(), failed)
+            if site.ranks.lost.is_set():
                 await server.set_serving(False)
             elif self._stop.first.is_set():
-                log.info("draining, requests left: %d; a second signal ends them", site.rank.num_live)
-                await first_of(server.stop(self._args.drain_timeout_s), self._stop.second.wait(), site.rank.lost.wait())
+                log.info("draining, requests left: %d; a second signal ends them", site.ranks.num_live)
+                await first_of(
+                    server.stop(self._args.drain_timeout_s), self._stop.second.wait(), site.ranks.lost.wait()
+                )
                 await server.stop(0)
             else:
                 raise SystemExit(FAILED)

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdserve.config import ServerArgs
+from pdserve.config import LoadBalanceMethod, ServerArgs
 from pdserve.engine.channel import FrontChannel, private_directory
-from pdserve.engine.front import OnLoading, Rank
-from pdserve.engine.launch import RankSpec
+from pdserve.engine.dispatch import Dispatch, PrefixAffinity, RoundRobin, least_kv, shortest_queue
+from pdserve.engine.front import Rank
+from pdserve.engine.launch import GridSpec, RankSpec
+from pdserve.engine.member import Member, OnLoading
 from pdserve.engine.messages import FromRank, FromTransport, Ready, ToRank, ToTransport
+from pdserve.engine.ranks import Ranks
 from pdserve.engine.text_generator import TextGenerator, TokenSource
 from pdserve.node.spec import rank_spec
 from pdserve.request import RankLoad
@@ -25,13 +28,19 @@ from pdserve.rpc.server import Service
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What a node's services are built on. incarnation: of this life of its rank."""
+    """What a node's services are built on. incarnation: of this life of its ranks."""
 
     args: ServerArgs
-    rank: Rank
+    ranks: Ranks
     ready: Ready
     tokenizer: Tokenizer
     incarnation: str
+
+    @property
+    def rank(self) -> Rank:
+        """The only one."""
+        assert len(self.ranks) == 1, f"{len(self.ranks)} ranks"
+        return self.ranks[0]
 
     def text(self, source: TokenSource) -> TextGenerator:
         """Text answers over a source of tokens."""
@@ -65,30 +74,72 @@ Build = Callable[[Site], Parts]
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """Makes a site for each life of the rank, every one with an incarnation, sockets and agents of its own."""
+    """Makes a site for each life of the ranks, every one with an incarnation, sockets and agents of its own."""
 
     args: ServerArgs
     directory: Path
     tokenizer: Tokenizer
     has_transport: bool
+    are_in_step: bool
 
     @asynccontextmanager
     async def open(self, on_loading: OnLoading) -> AsyncIterator[Site]:
-        """A site with a warm rank, which ends with the block. Raises StartupError."""
+        """A site with warm ranks, which end with the block. Raises StartupError."""
         incarnation = uuid.uuid4().hex
         with private_directory() as sockets:
-            spec = rank_spec(self.args, self.directory, sockets, incarnation, self.has_transport)
-            rank = _rank(self.args, spec)
+            specs = [
+                rank_spec(self.args, self.directory, sockets, incarnation, self.has_transport, grid)
+                for grid in self._grid(sockets)
+            ]
+            ranks = _ranks(self.args, specs, self.are_in_step)
             try:
-                ready = await rank.start(spec, timeout_s=self.args.startup_timeout_s, on_loading=on_loading)
-                yield Site(self.args, rank, ready, self.tokenizer, incarnation)
+                ready = await ranks.start(specs, timeout_s=self.args.startup_timeout_s, on_loading=on_loading)
+                ranks.dispatch = _dispatch(self.args, ready)
+                yield Site(self.args, ranks, ready, self.tokenizer, incarnation)
             finally:
-                await rank.stop()
+                await ranks.stop()
+
+    def _grid(self, sockets: Path) -> list[GridSpec]:
+        args = self.args
+        return [
+            GridSpec(
+                data_parallel_size=args.data_parallel_size,
+                tensor_parallel_size=args.tensor_parallel_size,
+                rank=rank,
+                num_local_ranks=args.num_ranks,
+                init_method=f"file://{sockets}/grid",
+                is_in_step=self.are_in_step,
+            )
+            for rank in range(args.num_ranks)
+        ]
 
 
-def _rank(args: ServerArgs, spec: RankSpec) -> Rank:
+def _ranks(args: ServerArgs, specs: list[RankSpec], are_in_step: bool) -> Ranks:
+    members = [_member(spec) for spec in specs]
+    tp_size = args.tensor_parallel_size
+    max_live = args.max_num_seqs_a_rank + args.max_queued_requests // args.data_parallel_size
+    ranks = [
+        Rank(members[first : first + tp_size], max_live=max_live, number=number)
+        for number, first in enumerate(range(0, len(members), tp_size))
+    ]
+    return Ranks(ranks, are_in_step=are_in_step)
+
+
+def _member(spec: RankSpec) -> Member:
     channel: FrontChannel[FromRank, ToRank] = FrontChannel(spec.endpoint, FromRank)
     transport: FrontChannel[FromTransport, ToTransport] | None = None
     if spec.transport is not None:
         transport = FrontChannel(spec.transport.endpoint, FromTransport)
-    return Rank(channel, max_live=args.max_num_seqs + args.max_queued_requests, transport=transport)
+    return Member(channel, transport, f"rank {spec.grid.rank}" if spec.grid.num_ranks > 1 else "the rank")
+
+
+def _dispatch(args: ServerArgs, ready: Ready) -> Dispatch:
+    match args.load_balance_method:
+        case LoadBalanceMethod.ROUND_ROBIN:
+            return RoundRobin()
+        case LoadBalanceMethod.LEAST_KV:
+            return least_kv
+        case LoadBalanceMethod.PREFIX_AFFINITY:
+            return PrefixAffinity(args.data_parallel_size, ready.num_blocks, ready.fingerprint.block_size)
+        case _:
+            return shortest_queue

@@ -49,6 +49,7 @@ def decode_request(
         skip_special_tokens=default_true(message, "skip_special_tokens"),
         priority=message.priority,
         time_left_s=time_left_s,
+        data_parallel_rank=message.data_parallel_rank if message.HasField("data_parallel_rank") else None,
     )
 
 

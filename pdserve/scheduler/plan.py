@@ -160,6 +160,11 @@ class RoundPlan:
     def batch_size(self) -> int:
         return len(self.prefill) + len(self.decode)
 
+    @property
+    def has_moves(self) -> bool:
+        """It changed what the next plan may hold, whether or not it has rows."""
+        return bool(self.failed or self.reservations or self.taken_back or self.copies)
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillProbe:

@@ -2,7 +2,7 @@
 
     Deployment(costs, num_kv_blocks=512).replace(decode_interleave_every=8).topology()
 
-A node that serves has one rank; here one may have several, each with a pool and rounds of its own size.
+Each rank has a pool and rounds of the sizes given.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve.config import CadenceSettings, ConfigError, Fault, Role, flags
+from pdserve.config import CadenceSettings, ConfigError, Fault, Role, ServerArgs, flags
 from pdserve.config.faults import shown
 from pdserve.config.fields import FIELDS, flag_name
-from pdserve.config.group import GroupArgs
 from pdserve.config.policy_rules import POLICY_FIELDS
 from pdserve.scheduler.config import GATE_WATERMARK, CadenceLimits, SchedulerConfig
 from pdserve.sim.costs import CostModel
@@ -139,15 +138,21 @@ class Deployment:
             Role.DECODE: self.decode_data_parallel_size,
         }[role]
 
-    def _args(self, role: Role) -> GroupArgs:
+    def _args(self, role: Role) -> ServerArgs:
         """A node's settings. Policies go where streams are, so that a pair refuses what `pdserve up` does."""
-        given: dict[str, Any] = {"model": self.costs.name, "role": role, "block_size": self.costs.block_size}
+        values = {name: field.default for name, field in FIELDS.items()}
+        given: dict[str, Any] = {
+            "model": self.costs.name,
+            "role": role,
+            "block_size": self.costs.block_size,
+            "data_parallel_size": self._num_ranks_of(role),
+        }
         for name in SETTINGS:
             only = flags.described(FIELDS[name]).only
             is_policy = name in POLICY_FIELDS and role is not Role.PREFILL
             if is_policy or not only or role in only:
                 given[name] = getattr(self, name)
-        return GroupArgs.of(self._num_ranks_of(role), given)
+        return ServerArgs.model_construct(set(given), **(values | given))  # unchecked, as it is judged with the rest
 
     def _group(self, role: Role) -> GroupSpec:
         args, num_ranks = self._args(role), self._num_ranks_of(role)
@@ -235,4 +240,6 @@ def _limits(cadence: CadenceSettings | None) -> CadenceLimits | None:
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Deployment)}
 # The knobs that a node has too.
-SETTINGS = tuple(field.name for field in dataclasses.fields(Deployment) if field.name in FIELDS)
+SETTINGS = tuple(
+    field.name for field in dataclasses.fields(Deployment) if field.name in FIELDS and field.name not in COUNTS
+)

@@ -1,20 +1,16 @@
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
 from pdserve.config import ServerArgs
 from pdserve.config.fields import FIELDS
 
 
-class TwoRanks(ServerArgs):
-    """The settings of a node whose group has two ranks."""
-
-    @property
-    def data_parallel_size(self) -> int:
-        return 2
-
-
 @pytest.fixture
-def two_ranks() -> type[ServerArgs]:
-    return TwoRanks
+def two_ranks() -> Callable[..., ServerArgs]:
+    """The settings of a node whose group has two ranks."""
+    return partial(ServerArgs, data_parallel_size=2)
 
 
 @pytest.fixture(autouse=True)

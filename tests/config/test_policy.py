@@ -1,5 +1,7 @@
 """What the settings make of the policies, and the line that tells a person."""
 
+from collections.abc import Callable
+
 import pytest
 
 from pdserve.config import CadenceSettings, FillSettings, PrefillDelay, Role, ServerArgs, policy_line
@@ -26,7 +28,7 @@ def test_the_gate_is_read_from_the_fields_each_time() -> None:
 
 
 def test_a_fill_condition_alone_makes_a_gate_that_opens_for_one_rank_after_the_longest_hold(
-    two_ranks: type[ServerArgs],
+    two_ranks: Callable[..., ServerArgs],
 ) -> None:
     args = two_ranks(model="m", prefill_fill_tokens=256)
     assert (args.fill, args.prefill_delay, args.prefill_gate) == (FillSettings(256, 30), None, PrefillDelay(1, 30))
@@ -36,7 +38,7 @@ def test_a_fill_condition_alone_makes_a_gate_that_opens_for_one_rank_after_the_l
     assert (args.fill, args.prefill_gate) == (FillSettings(256, 5), PrefillDelay(4, 16))
 
 
-def test_auto_is_a_full_round_of_several_ranks_and_nothing_on_one(two_ranks: type[ServerArgs]) -> None:
+def test_auto_is_a_full_round_of_several_ranks_and_nothing_on_one(two_ranks: Callable[..., ServerArgs]) -> None:
     args = two_ranks(model="m", prefill_fill_tokens="auto", chunked_prefill_size=1024)
     assert (args.fill, args.prefill_gate) == (FillSettings(1024, 30), PrefillDelay(1, 30))
     args.chunked_prefill_size = 2048
@@ -90,7 +92,7 @@ def test_one_line_tells_the_policy_or_the_flag_that_protects_streams(
     assert all(part in line for part in parts), line
 
 
-def test_the_line_of_a_group_tells_the_fill_condition(two_ranks: type[ServerArgs]) -> None:
+def test_the_line_of_a_group_tells_the_fill_condition(two_ranks: Callable[..., ServerArgs]) -> None:
     line = policy_line(two_ranks(model="m", prefill_fill_tokens="auto"))
     assert "multiples of 1 round" in line
     assert "512 waiting tokens or 30 rounds held" in line

@@ -1,7 +1,7 @@
 """Every refusal of the prefill policies: by command line, by validate(), at the property, after a change in code."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -241,7 +241,7 @@ def test_one_rank_refuses_a_number_of_fill_tokens_with_or_without_intervals() ->
                 getattr(args, name)
 
 
-def test_fill_tokens_are_at_most_what_a_round_computes_as_it_is_now(two_ranks: type[ServerArgs]) -> None:
+def test_fill_tokens_are_at_most_what_a_round_computes_as_it_is_now(two_ranks: Callable[..., ServerArgs]) -> None:
     args = two_ranks(model="m", prefill_fill_tokens=512)
     args.validate()
     args.chunked_prefill_size = 256
@@ -253,7 +253,9 @@ def test_fill_tokens_are_at_most_what_a_round_computes_as_it_is_now(two_ranks: t
     assert faults_of(args) == {F: "must be at least 1"}
 
 
-def test_a_limit_on_open_rounds_goes_with_the_gate_that_a_fill_condition_makes(two_ranks: type[ServerArgs]) -> None:
+def test_a_limit_on_open_rounds_goes_with_the_gate_that_a_fill_condition_makes(
+    two_ranks: Callable[..., ServerArgs],
+) -> None:
     two_ranks(model="m", prefill_fill_tokens="auto", prefill_max_open_rounds=4).validate()
 
 

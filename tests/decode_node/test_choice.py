@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from decode_node.choice import MAX_PREFIX_BLOCKS, Candidate, PrefixMemory, choose, prefix_hashes
+from decode_node.choice import Candidate, choose
+from pdserve.engine.prefix_memory import MAX_PREFIX_BLOCKS, PrefixMemory, prefix_hashes
 
 BLOCK_SIZE = 4
 

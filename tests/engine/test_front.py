@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engine import front, launch
+from pdserve.engine import launch, member
 from pdserve.engine.channel import FrontChannel, RankChannel
-from pdserve.engine.front import LocalTokens, Rank
+from pdserve.engine.front import Rank
 from pdserve.engine.launch import RankProcess, RankSpec, TransportSpec, read_spec
+from pdserve.engine.local_tokens import LocalTokens
+from pdserve.engine.member import Member
 from pdserve.engine.messages import (
     Abort,
     AskLoad,
@@ -34,6 +36,7 @@ from pdserve.engine.messages import (
     ToRank,
     ToTransport,
 )
+from pdserve.engine.ranks import Ranks
 from pdserve.errors import InternalError, InvalidRequest, NotReady, QueueFull, RequestIdInUse, StartupError
 from pdserve.request import FUSED, FinishReason, LeaseId, RankLoad, RequestId, SamplingParams, TokenDelta, TokenRequest
 from tests.roles.inside import fingerprint
@@ -64,7 +67,7 @@ class ByHand:
 
     async def ready(self) -> None:
         self.loop.send(READY)
-        assert await self.rank.attach(timeout_s=LIMIT_S) == READY
+        assert await self.rank.members[0].attach(timeout_s=LIMIT_S) == READY
 
 
 @pytest.fixture
@@ -73,7 +76,7 @@ async def by_hand(sockets: Path) -> AsyncIterator[ByHand]:
     to_loop: FrontChannel[FromRank, ToRank] = FrontChannel(loop, FromRank)
     beside: FrontChannel[FromTransport, ToTransport] = FrontChannel(transport, FromTransport)
     hand = ByHand(
-        Rank(to_loop, max_live=2, transport=beside), RankChannel(loop, ToRank), RankChannel(transport, ToTransport)
+        Rank([Member(to_loop, beside)], max_live=2), RankChannel(loop, ToRank), RankChannel(transport, ToTransport)
     )
     yield hand
     hand.loop.close()
@@ -98,19 +101,19 @@ async def test_loading_is_told_until_the_rank_is_ready(by_hand: ByHand) -> None:
     seen: list[Loading] = []
     by_hand.loop.send(Loading("weights", 1, 2))
     by_hand.loop.send(READY)
-    assert await by_hand.rank.attach(timeout_s=LIMIT_S, on_loading=seen.append) == READY
+    assert await by_hand.rank.members[0].attach(timeout_s=LIMIT_S, on_loading=seen.append) == READY
     assert seen == [Loading("weights", 1, 2)]
 
 
 async def test_a_rank_that_cannot_start_says_why(by_hand: ByHand) -> None:
     by_hand.loop.send(StartFailed("no memory: free some"))
     with pytest.raises(StartupError, match="no memory: free some"):
-        await by_hand.rank.attach(timeout_s=LIMIT_S)
+        await by_hand.rank.members[0].attach(timeout_s=LIMIT_S)
 
 
 async def test_a_rank_that_is_never_ready_is_given_up_with_the_flag(by_hand: ByHand) -> None:
     with pytest.raises(StartupError, match="--startup-timeout-s"):
-        await by_hand.rank.attach(timeout_s=0.01)
+        await by_hand.rank.members[0].attach(timeout_s=0.01)
 
 
 # ---------------------------------------------------------------- requests
@@ -156,7 +159,7 @@ async def test_a_request_that_is_over_is_not_aborted_and_an_unknown_one_is_not_f
 
 async def test_a_local_answer_ends_with_the_error_that_the_rank_names(by_hand: ByHand) -> None:
     await by_hand.ready()
-    answer = LocalTokens(by_hand.rank, "local;reason=x").stream(request("a"))
+    answer = LocalTokens(Ranks([by_hand.rank]), "local;reason=x").stream(request("a"))
     step = asyncio.ensure_future(anext(answer))
     submitted = await by_hand.hear(Submit)
     assert isinstance(submitted, Submit)
@@ -204,7 +207,7 @@ async def test_a_rank_that_does_not_report_is_not_waited_for(by_hand: ByHand) ->
 async def test_the_transport_thread_has_a_way_of_its_own(by_hand: ByHand) -> None:
     await by_hand.ready()
     heard: asyncio.Queue[FromTransport] = asyncio.Queue()
-    by_hand.rank.on_transport = heard.put_nowait
+    by_hand.rank.members[0].on_transport = heard.put_nowait
     by_hand.transport.send(LeaseOpened(LeaseId("x")))
     async with asyncio.timeout(LIMIT_S):
         assert await heard.get() == LeaseOpened(LeaseId("x"))
@@ -225,7 +228,7 @@ async def test_a_message_that_cannot_be_handled_loses_the_rank_and_fails_its_req
     def fail(message: FromTransport) -> None:
         raise ValueError("a fault of ours")
 
-    by_hand.rank.on_transport = fail
+    by_hand.rank.members[0].on_transport = fail
     by_hand.transport.send(LeaseOpened(LeaseId("x")))
     async with asyncio.timeout(LIMIT_S):
         await by_hand.rank.lost.wait()
@@ -261,11 +264,11 @@ async def test_whatever_the_loop_says_is_a_sign_of_life_and_what_its_transport_s
 ) -> None:
     await by_hand.ready()
     later_s = 0.0
-    monkeypatch.setattr(front, "monotonic", lambda: time.monotonic() + later_s)
+    monkeypatch.setattr(member, "monotonic", lambda: time.monotonic() + later_s)
     assert by_hand.rank.has_shown_life(within_s=100)
     later_s = 200.0
     heard: list[object] = []
-    by_hand.rank.on_transport = heard.append
+    by_hand.rank.members[0].on_transport = heard.append
     by_hand.transport.send(LeaseOpened(LeaseId("a")))
     await until(lambda: bool(heard))
     assert not by_hand.rank.has_shown_life(within_s=100)
@@ -275,7 +278,7 @@ async def test_whatever_the_loop_says_is_a_sign_of_life_and_what_its_transport_s
 
 async def test_a_lost_rank_is_asked_nothing(by_hand: ByHand) -> None:
     await by_hand.ready()
-    by_hand.rank._on_lost("it ended")
+    by_hand.rank.lose("it ended")
     by_hand.rank.ask_for_life()
     by_hand.rank.close(RequestId("nobody"), is_over=True)
     assert by_hand.loop.receive_all() == []
@@ -301,6 +304,7 @@ SPEC = RankSpec(
     max_outstanding_transfers=None,
     log_level="info",
     log_format="text",
+    startup_timeout_s=60.0,
     transport=TransportSpec("name", "ipc:///nowhere", 30.0, 120.0),
 )
 
@@ -334,7 +338,7 @@ async def test_a_process_is_told_its_spec_and_its_threads(script: Script, tmp_pa
 async def test_a_process_that_ends_before_it_is_ready_is_a_startup_error(by_hand: ByHand, script: Script) -> None:
     script("sys.exit(3)")
     with pytest.raises(StartupError, match="ended with status 3 before it was ready"):
-        await by_hand.rank.start(SPEC, timeout_s=LIMIT_S, on_loading=lambda _: None)
+        await by_hand.rank.members[0].start(SPEC, timeout_s=LIMIT_S, on_loading=lambda _: None)
 
 
 async def test_a_process_that_does_not_leave_is_killed(script: Script) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pdserve.engine import rank_process
+from pdserve.engine import building, rank_process
 from pdserve.engine.launch import RankSpec, TierSpec, TransportSpec
 from pdserve.engine.messages import FromRank, FromTransport, Loading, Ready, StartFailed, Stop
 from pdserve.errors import StartupError
@@ -71,9 +71,9 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (base, num_blocks) == (slabs[-1].data_ptr, slabs[-1].num_blocks)
         return LoopbackTransport(network, name, slabs[-1].slab.numpy())
 
-    monkeypatch.setattr(rank_process, "load", load)
-    monkeypatch.setattr(rank_process, "KVStorage", Storage)
-    monkeypatch.setattr(rank_process, "NixlTransport", transport)
+    monkeypatch.setattr(building, "load", load)
+    monkeypatch.setattr(building, "KVStorage", Storage)
+    monkeypatch.setattr(building, "NixlTransport", transport)
     monkeypatch.setattr(rank_process, "configure_logging", lambda *_: None)
     # It would bind this process to its parent, and make it deaf to signals.
     monkeypatch.setattr(rank_process, "_end_with_parent", lambda: None)
@@ -106,6 +106,7 @@ def spec(directory: Path, sockets: Path, **changes: object) -> RankSpec:
         max_outstanding_transfers=None,
         log_level="info",
         log_format="text",
+        startup_timeout_s=60.0,
         transport=TransportSpec("me", f"ipc://{sockets}/transport", 30.0, 120.0),
     )
     return msgspec.structs.replace(whole, **changes)
@@ -180,7 +181,7 @@ def test_a_rank_that_runs_out_of_memory_names_the_flags(
     def load(*args: object, **rest: object) -> FakeRunner:
         raise MemoryError
 
-    monkeypatch.setattr(rank_process, "load", load)
+    monkeypatch.setattr(building, "load", load)
     assert run(msgspec.msgpack.encode(spec(directory, sockets)), monkeypatch) == 2
     assert "lower --num-kv-blocks or --kv-memory-fraction" in front.hear(StartFailed).message
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from pdserve.engine import front
+from pdserve.engine import member
 from pdserve.engine.channel import FrontChannel, RankChannel, private_directory
 from pdserve.engine.front import Rank
+from pdserve.engine.member import Member
 from pdserve.engine.messages import (
     ChunkAnnounced,
     FromRank,
@@ -63,12 +64,12 @@ async def by_hand() -> AsyncIterator[ByHand]:
         to_loop: FrontChannel[FromRank, ToRank] = FrontChannel(loop, FromRank)
         to_transport: FrontChannel[FromTransport, ToTransport] = FrontChannel(transport, FromTransport)
         hand = ByHand(
-            Rank(to_loop, max_live=4, transport=to_transport),
+            Rank([Member(to_loop, to_transport)], max_live=4),
             RankChannel(loop, ToRank),
             RankChannel(transport, ToTransport),
         )
         hand.loop.send(Ready(8, 1024, 512, 288, (), FINGERPRINT, b""))
-        await hand.rank.attach(timeout_s=LIMIT_S)
+        await hand.rank.members[0].attach(timeout_s=LIMIT_S)
         yield hand
         hand.loop.close()
         hand.transport.close()
@@ -110,7 +111,7 @@ async def test_a_prefill_node_tells_of_progress_for_as_long_as_its_loop_shows_li
     servicer = HandoffServicer(by_hand.rank, replace(P, longest_chunk_s=20.0))
     handoff = Handoff(LeaseId("a"), is_accepted=True, num_tokens_done=64)
     later_s = 0.0
-    monkeypatch.setattr(front, "monotonic", lambda: time.monotonic() + later_s)
+    monkeypatch.setattr(member, "monotonic", lambda: time.monotonic() + later_s)
     for later_s, expected in ((0.0, Computing(64)), (50.0, Computing(64)), (70.0, None)):  # noqa: B007
         assert servicer._progress(handoff) == expected
     by_hand.loop.send(Pong(512))
@@ -126,9 +127,9 @@ async def test_without_long_chunks_a_third_of_the_lease_is_how_long_a_loop_may_b
     servicer = HandoffServicer(by_hand.rank, replace(P, lease_s=30.0))
     handoff = Handoff(LeaseId("a"), is_accepted=True)
     start_s = time.monotonic()
-    monkeypatch.setattr(front, "monotonic", lambda: start_s + 9.9)
+    monkeypatch.setattr(member, "monotonic", lambda: start_s + 9.9)
     assert servicer._progress(handoff) is not None
-    monkeypatch.setattr(front, "monotonic", lambda: start_s + 10.1)
+    monkeypatch.setattr(member, "monotonic", lambda: start_s + 10.1)
     assert servicer._progress(handoff) is None
 
 

@@ -17,7 +17,9 @@ from pdserve.client.types import Answer
 from pdserve.config import Role, ServerArgs
 from pdserve.engine.channel import FrontChannel, private_directory
 from pdserve.engine.front import Rank
+from pdserve.engine.member import Member
 from pdserve.engine.messages import FromRank, FromTransport, PeerConnected, ToRank, ToTransport
+from pdserve.engine.ranks import Ranks
 from pdserve.model.fake import expected_tokens
 from pdserve.node import Build, Site
 from pdserve.request import RankLoad
@@ -132,8 +134,8 @@ class Cluster:
         )
         rank = self._rank(args, inside)
         inside.start()
-        ready = await rank.attach(timeout_s=LIMIT_S)
-        parts = BUILDS[role](Site(args, rank, ready, ByteTokenizer(), incarnation=f"life-of-{name}"))
+        ready = await rank.members[0].attach(timeout_s=LIMIT_S)
+        parts = BUILDS[role](Site(args, Ranks([rank]), ready, ByteTokenizer(), incarnation=f"life-of-{name}"))
         self._watch(name, rank)
         server = RpcServer(parts.services, port=args.port)
         args.port = await server.start()
@@ -150,16 +152,17 @@ class Cluster:
         transport: FrontChannel[FromTransport, ToTransport] | None = None
         if inside.has_transport:
             transport = FrontChannel(inside.transport_endpoint, FromTransport)
-        return Rank(channel, max_live=args.max_num_seqs + args.max_queued_requests, transport=transport)
+        return Rank([Member(channel, transport)], max_live=args.max_num_seqs + args.max_queued_requests)
 
     def _watch(self, name: str, rank: Rank) -> None:
-        listener = rank.on_transport
+        member = rank.members[0]
+        listener = member.on_transport
 
         def on_transport(message: FromTransport) -> None:
             listener(message)
             self.journal.note(Told(name, message, type(message)))
 
-        rank.on_transport = on_transport
+        member.on_transport = on_transport
 
     async def pair(self, size: Size | None = None, decode_size: Size | None = None, **settings: object) -> Pair:
         """A prefill node, and a decode node that has it as its peer."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pdserve.engine.channel import RankChannel
 from pdserve.engine.messages import FromRank, FromTransport, Ready, ToRank, ToTransport
 from pdserve.engine.rank import RankLoop
-from pdserve.engine.rank_process import GATE_WATERMARK
 from pdserve.engine.tiers import HostTierLink, StorageLink
 from pdserve.engine.transport_thread import TransportThread
 from pdserve.kv.layout import LAYOUT_VERSION, Fingerprint, KVLayout
@@ -18,7 +17,7 @@ from pdserve.model.fake import FakeRunner
 from pdserve.model.runner import RoundResult
 from pdserve.request import TokenRequest
 from pdserve.rpc.fake import EOS
-from pdserve.scheduler.config import CadenceLimits, SchedulerConfig
+from pdserve.scheduler.config import GATE_WATERMARK, CadenceLimits, SchedulerConfig
 from pdserve.scheduler.gate import PrefillGate
 from pdserve.scheduler.plan import RoundPlan, SlotStart
 from pdserve.scheduler.scheduler import Scheduler
@@ -102,6 +101,9 @@ class HeldRunner:
         result = self._runner.execute(plan)
         self._journal.note(Computed(self._name, plan))
         return result
+
+    def idle(self) -> None:
+        self._runner.idle()
 
 
 class WatchedTransport:

@@ -1,0 +1,169 @@
+"""The front's view of one rank process: its life, its messages, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic
+from typing import TypeVar
+
+from pdserve.engine.channel import FrontChannel
+from pdserve.engine.launch import RankProcess, RankSpec
+from pdserve.engine.messages import (
+    FromRank,
+    FromTransport,
+    Loading,
+    Ping,
+    Pong,
+    Ready,
+    StartFailed,
+    Stop,
+    ToRank,
+    ToTransport,
+)
+from pdserve.errors import NotReady, StartupError
+
+log = logging.getLogger(__name__)
+
+OnLoading = Callable[[Loading], None]
+M = TypeVar("M")
+# A rank that was told to stop leaves at the end of its round.
+STOP_S = 5.0
+
+
+class Member:
+    """Owned by the front's event loop. name: what logs and errors call it.
+
+    on_message: called with what its loop says of requests. on_transport: with each message of its transport thread.
+    on_lost: once, when it can be relied on no more.
+    """
+
+    def __init__(
+        self,
+        channel: FrontChannel[FromRank, ToRank],
+        transport: FrontChannel[FromTransport, ToTransport] | None = None,
+        name: str = "the rank",
+    ) -> None:
+        self.name = name
+        self._channel = channel
+        self._transport = transport
+        self.on_message: Callable[[FromRank], None] = lambda _: None
+        self.on_transport: Callable[[FromTransport], None] = lambda _: None
+        self.on_lost: Callable[[str], None] = lambda _: None
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._on_loading: OnLoading = lambda _: None
+        self._process: RankProcess | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self.is_lost = False
+        self.num_tokens_computed = 0  # of prompts, as the loop said last
+        self._last_life_s = monotonic()
+        self._is_asked_for_life = False
+
+    # ------------------------------------------------------------ start and end
+
+    async def start(self, spec: RankSpec, *, timeout_s: float, on_loading: OnLoading) -> Ready:
+        """Start the process and wait until it has run a real forward. Raises StartupError."""
+        self._process = await RankProcess.start(spec)
+        self._watcher = asyncio.create_task(self._watch_process(self._process))
+        return await self.attach(timeout_s=timeout_s, on_loading=on_loading)
+
+    async def attach(self, *, timeout_s: float, on_loading: OnLoading = lambda _: None) -> Ready:
+        """Serve a rank that somebody else started, once it is ready."""
+        self._on_loading = on_loading
+        self._channel.listen(self._guarded(self._on_message))
+        if self._transport is not None:
+            self._transport.listen(self._guarded(lambda message: self.on_transport(message)))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self._ready)
+        except TimeoutError:
+            raise StartupError(
+                f"{self.name} was not ready after {timeout_s:.0f} s: look at its log above, or raise "
+                "--startup-timeout-s"
+            ) from None
+
+    def _guarded(self, handle: Callable[[M], None]) -> Callable[[M], None]:
+        """A message that cannot be handled leaves the front and the rank with different views: that rank is lost."""
+
+        def guarded(message: M) -> None:
+            try:
+                handle(message)
+            except Exception:
+                log.exception("the front failed on a %s of its rank", type(message).__name__)
+                self.lose("the front failed on a message of its rank")
+
+        return guarded
+
+    async def stop(self) -> None:
+        """End the process: at once where it is lost, or after a few seconds in which it may leave."""
+        with suppress(NotReady):
+            self._channel.send(Stop())
+        timeout_s = 0.0 if self.is_lost else STOP_S
+        self.lose("the node is stopping")
+        if self._process is not None:
+            await self._process.end(timeout_s)
+        if self._watcher is not None:
+            await self._watcher
+        self._channel.close()
+        if self._transport is not None:
+            self._transport.close()
+
+    async def _watch_process(self, process: RankProcess) -> None:
+        status = await process.wait()
+        self.lose(f"the process of {self.name} ended with status {status}")
+
+    def lose(self, reason: str) -> None:
+        """It is not relied on any more; the first reason counts."""
+        if self.is_lost:
+            return
+        self.is_lost = True
+        if not self._ready.done():
+            self._ready.set_exception(StartupError(f"{reason} before it was ready: look at its log above"))
+        self.on_lost(reason)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Its process is on this machine and was stopped by a signal."""
+        return self._process is not None and self._process.is_stopped
+
+    # ------------------------------------------------------------ messages
+
+    def _on_message(self, message: FromRank) -> None:
+        self._last_life_s = monotonic()
+        match message:
+            case Pong():
+                self._is_asked_for_life = False
+                self.num_tokens_computed = message.num_tokens_computed
+            case Ready():
+                self._ready.set_result(message)
+            case StartFailed():
+                self._ready.set_exception(StartupError(message.message))
+            case Loading():
+                self._on_loading(message)
+            case _:
+                self.on_message(message)
+
+    def tell(self, message: ToRank) -> None:
+        """A rank that is lost is told nothing: its requests have heard of that in their inboxes."""
+        if not self.is_lost:
+            self._channel.send(message)
+
+    def tell_transport(self, message: ToTransport) -> None:
+        """As `tell`, to its transport thread."""
+        assert self._transport is not None, "this rank has no transport"
+        if not self.is_lost:
+            self._transport.send(message)
+
+    # ------------------------------------------------------------ life
+
+    def ask_for_life(self) -> None:
+        """Let the loop say that it goes round, and how much it has computed. One question is open at a time."""
+        if not self._is_asked_for_life and not self.is_lost:
+            self._channel.send(Ping())
+            self._is_asked_for_life = True
+
+    def has_shown_life(self, within_s: float) -> bool:
+        """The loop was heard no longer ago. Whoever relies on this calls `ask_for_life` more often than that."""
+        return monotonic() - self._last_life_s <= within_s

@@ -1,0 +1,32 @@
+"""Whether a model fits the grid of ranks it is asked to run on, and whether those have to go in step."""
+
+from __future__ import annotations
+
+from pdserve.config import Role, ServerArgs
+from pdserve.errors import StartupError
+from pdserve.model.model_config import ModelConfig
+from pdserve.model.shard import Shard
+from pdserve.model.slices import check_split
+
+
+def check_grid(config: ModelConfig, args: ServerArgs) -> None:
+    """Raises StartupError, naming the flag and what it may be, before any process is started."""
+    check_split(config, args.tensor_parallel_size)
+    if config.experts is not None:
+        Shard(ep_size=args.data_parallel_size).experts_of(config.experts.num_experts)
+    if args.num_ranks > 1 and args.role != Role.FUSED:
+        raise StartupError(
+            f"--data-parallel-size {args.data_parallel_size} and --tensor-parallel-size {args.tensor_parallel_size}: "
+            f"a {args.role} node has a single rank so far; start more nodes instead"
+        )
+    if args.tensor_parallel_size > 1 and args.host_kv_gb:
+        raise StartupError(
+            f"--host-kv-gb {args.host_kv_gb:g}: the host tier is not split over tensor-parallel ranks yet; leave "
+            "it out, or use --data-parallel-size"
+        )
+
+
+def goes_in_step(config: ModelConfig, args: ServerArgs) -> bool:
+    """Ranks meet in every round where they share experts, or a gate; others have nothing to agree on."""
+    is_shared = config.experts is not None or args.prefill_gate is not None
+    return args.data_parallel_size > 1 and is_shared
