@@ -93,11 +93,21 @@ class InStep:
         self._gather_ns = 0
 
     def agree(self, row: GateRow, *, wants_round: bool) -> Sequence[GateRow]:
+        line = self.line(row, wants_round=wants_round)
         start_ns = perf_counter_ns()
-        said = [_said(line) for line in self._gather((*row, wants_round, self._last_wake))]
+        lines = self._gather(line)
         self._gather_ns += perf_counter_ns() - start_ns
+        return self.hear(lines)
+
+    def line(self, row: GateRow, *, wants_round: bool) -> Sequence[int]:
+        """What this rank tells of the round it has planned."""
         self._num_rounds += 1
         self._num_idle_rounds += row.num_tokens == 0
+        return (*row, wants_round, self._last_wake)
+
+    def hear(self, lines: Sequence[Sequence[int]]) -> Sequence[GateRow]:
+        """What all of them told, in rank order."""
+        said = [_said(line) for line in lines]
         self.others_compute = any(one.row.num_tokens for rank, one in enumerate(said) if rank != self._rank)
         # Whoever has heard of a later wake may have work that came with it, which its row does not show yet.
         have_heard_the_same = len({one.last_wake for one in said}) == 1

@@ -91,7 +91,7 @@ class Ranks:
             for member in self.members:
                 member.ask_for_life()
             if silent := [member for member in self.members if not member.has_shown_life(stall_s)]:
-                culprits = [member for member in silent if member.is_stopped] or silent
+                culprits = [member for member in self.members if member.is_stopped] or silent
                 self.lose(f"{', '.join(member.name for member in culprits)}: no round was finished for {stall_s:.0f} s")
 
     # ------------------------------------------------------------ requests

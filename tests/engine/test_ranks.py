@@ -1,0 +1,184 @@
+"""The ranks of a node as its front sees them: they wake together, and are lost together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pdserve.engine import ranks as ranks_module
+from pdserve.engine.channel import FrontChannel, RankChannel
+from pdserve.engine.front import Rank
+from pdserve.engine.launch import RankProcess
+from pdserve.engine.member import Member
+from pdserve.engine.messages import AskForWake, FromRank, Ping, Pong, Ready, Submit, ToRank, Wake
+from pdserve.engine.ranks import Ranks
+from pdserve.errors import InvalidRequest, NotReady, QueueFull, RequestIdInUse
+from pdserve.request import FUSED, RequestId, SamplingParams, TokenRequest
+from tests.roles.inside import fingerprint
+from tests.roles.journal import LIMIT_S
+
+READY = Ready(8, 1024, 512, 258, (256,), fingerprint("r0"), b"")
+NUM_RANKS = 3
+
+
+@dataclass
+class ByHand:
+    """The front's ranks, and the ends their processes would have."""
+
+    ranks: Ranks
+    ends: list[RankChannel[ToRank, FromRank]]
+
+    def open(self, name: str, rank: int | None = None) -> Rank:
+        request = TokenRequest(RequestId(name), (1, 2, 3), SamplingParams(4), data_parallel_rank=rank)
+        chosen = self.ranks.choose(request)
+        chosen.open(request, FUSED)
+        return chosen
+
+    async def heard(self, kind: type[ToRank], number: int = 1) -> list[list[ToRank]]:
+        """Of each rank, once all have heard `number` messages of that kind."""
+        heard: list[list[ToRank]] = [[] for _ in self.ends]
+        async with asyncio.timeout(LIMIT_S):
+            while any(len(messages) < number for messages in heard):
+                for messages, end in zip(heard, self.ends, strict=True):
+                    messages += [message for message in end.receive_all() if isinstance(message, kind)]
+                await asyncio.sleep(0)
+        return heard
+
+
+@pytest.fixture
+async def by_hand(sockets: Path) -> AsyncIterator[ByHand]:
+    members, ends = [], []
+    for number in range(NUM_RANKS):
+        endpoint = f"ipc://{sockets}/loop{number}"
+        channel: FrontChannel[FromRank, ToRank] = FrontChannel(endpoint, FromRank)
+        members.append(Member(channel, name=f"rank {number}"))
+        ends.append(RankChannel[ToRank, FromRank](endpoint, ToRank))
+    hand = ByHand(
+        Ranks([Rank([member], max_live=2, number=n) for n, member in enumerate(members)], are_in_step=True), ends
+    )
+    for end, member in zip(ends, members, strict=True):
+        end.send(READY)
+        await member.attach(timeout_s=LIMIT_S)
+    yield hand
+    for end in ends:
+        end.close()
+    await hand.ranks.stop()
+
+
+async def test_one_submit_wakes_every_rank_and_several_at_once_wake_them_once(by_hand: ByHand) -> None:
+    for name in ("a", "b", "c"):
+        by_hand.open(name)
+    assert await by_hand.heard(Wake) == [[Wake(1)]] * NUM_RANKS
+    by_hand.open("d")
+    assert await by_hand.heard(Wake) == [[Wake(2)]] * NUM_RANKS
+
+
+async def test_a_rank_hears_of_the_work_before_the_wake_that_comes_with_it(by_hand: ByHand) -> None:
+    """Otherwise all might sleep again before it has seen what it was woken for."""
+    by_hand.open("a", rank=1)
+    messages: list[ToRank] = []
+    async with asyncio.timeout(LIMIT_S):
+        while len(messages) < 2:
+            messages += by_hand.ends[1].receive_all()
+            await asyncio.sleep(0)
+    assert [type(message) for message in messages] == [Submit, Wake]
+
+
+async def test_a_sleeper_with_news_has_all_of_them_woken(by_hand: ByHand) -> None:
+    by_hand.ends[2].send(AskForWake())
+    assert await by_hand.heard(Wake) == [[Wake(1)]] * NUM_RANKS
+
+
+async def test_requests_go_to_the_shortest_queue_or_where_they_say(by_hand: ByHand) -> None:
+    assert [by_hand.open(name).number for name in "abcd"] == [0, 1, 2, 0]
+    assert by_hand.open("e", rank=2).number == 2
+    assert by_hand.open("f").number == 1
+    for number, rank in ((-1, "-1"), (3, "3")):
+        with pytest.raises(InvalidRequest, match=f"data_parallel_rank is {rank}, this node has ranks 0 to 2"):
+            by_hand.open("g", rank=number)
+    with pytest.raises(QueueFull):  # each of them has its two
+        by_hand.open("g")
+
+
+async def test_an_id_that_is_live_on_any_rank_is_in_use_and_can_be_aborted_wherever_it_is(by_hand: ByHand) -> None:
+    by_hand.open("a", rank=2)
+    with pytest.raises(RequestIdInUse):
+        by_hand.open("a", rank=0)
+    assert by_hand.ranks.abort(RequestId("a"))
+    assert not by_hand.ranks.abort(RequestId("b"))
+
+
+async def test_what_a_rank_holds_is_counted_up_and_down(by_hand: ByHand) -> None:
+    rank = by_hand.open("a", rank=1)
+    assert [one.num_held_tokens for one in by_hand.ranks] == [0, 3, 0]
+    rank.close(RequestId("a"), is_over=True)
+    assert [one.num_held_tokens for one in by_hand.ranks] == [0, 0, 0]
+
+
+async def test_with_one_rank_all_are_lost_for_the_first_ones_reason(by_hand: ByHand) -> None:
+    rank = by_hand.open("a", rank=0)
+    by_hand.ranks[2].members[0].lose("rank 2 is gone")
+    by_hand.ranks[1].members[0].lose("rank 1 is gone too")
+    assert by_hand.ranks.lost.is_set()
+    assert by_hand.ranks.lost_reason == "rank 2 is gone"
+    with pytest.raises(NotReady, match="rank 2 is gone"):
+        rank.open(TokenRequest(RequestId("b"), (1,), SamplingParams(1)), FUSED)
+    with pytest.raises(NotReady, match="rank 2 is gone"):
+        await by_hand.ranks.loads()
+
+
+async def test_a_group_in_which_one_stands_still_is_lost_and_the_stopped_one_is_named(
+    by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks_module, "LIFE_S", 0.01)
+    watching = asyncio.create_task(by_hand.ranks._watch_life(stall_s=0.5))
+    # Two of three answer, until they wait for the third.
+    for _ in range(2):
+        await by_hand.heard(Ping)
+        for end in by_hand.ends:
+            end.send(Pong(0))
+    await by_hand.heard(Ping)
+
+    class Stopped(RankProcess):
+        is_stopped = True
+
+        def __init__(self) -> None:
+            """It is looked at, and nothing else."""
+
+        async def wait(self) -> int:
+            return 0
+
+        async def end(self, timeout_s: float = 0.0) -> None:
+            """There is no process."""
+
+    by_hand.ranks[1].members[0]._process = Stopped()
+    async with asyncio.timeout(LIMIT_S):
+        await by_hand.ranks.lost.wait()
+        await watching
+    assert by_hand.ranks.lost_reason == "rank 1: no round was finished for 0 s"
+
+
+async def test_ranks_that_share_nothing_are_not_woken(sockets: Path) -> None:
+    endpoint = f"ipc://{sockets}/loop"
+    channel: FrontChannel[FromRank, ToRank] = FrontChannel(endpoint, FromRank)
+    end: RankChannel[ToRank, FromRank] = RankChannel(endpoint, ToRank)
+    member = Member(channel)
+    ranks = Ranks([Rank([member], max_live=2)])
+    end.send(READY)
+    await member.attach(timeout_s=LIMIT_S)
+    ranks.choose(TokenRequest(RequestId("a"), (1,), SamplingParams(1))).open(
+        TokenRequest(RequestId("a"), (1,), SamplingParams(1)), FUSED
+    )
+    member.ask_for_life()
+    messages: list[ToRank] = []
+    async with asyncio.timeout(LIMIT_S):
+        while not any(isinstance(message, Ping) for message in messages):
+            messages += end.receive_all()
+            await asyncio.sleep(0)
+    assert not any(isinstance(message, Wake) for message in messages)
+    end.close()
+    await ranks.stop()
