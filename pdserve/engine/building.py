@@ -40,7 +40,6 @@ from pdserve.model.model_config import ModelConfig, read_config
 from pdserve.model.progress import Progress
 from pdserve.model.runner import Follower, ModelRunner
 from pdserve.model.torch_runner import TorchFollower, load
-from pdserve.model.weights import revision
 from pdserve.request import BlockId, RequestId, SamplingParams, TokenRequest
 from pdserve.scheduler.config import GATE_WATERMARK, CadenceLimits, SchedulerConfig
 from pdserve.scheduler.gate import PrefillGate
@@ -135,7 +134,7 @@ class Plot:
     @property
     def fingerprint(self) -> Fingerprint:
         layout = self.config.kv_layout(self.spec.block_size)
-        return _fingerprint(self._directory, self.config, layout, self.spec.grid.tensor_parallel_size)
+        return _fingerprint(self.spec, self.config, layout)
 
 
 def build(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> BuiltRank:
@@ -186,6 +185,7 @@ def _build_leader(plot: Plot) -> BuiltRank:
         _gate(spec.policy),
         _group(plot),
         spec.grid.dp_rank,
+        longest_chunk_s,
     )
     return BuiltRank(loop, transport, tiers, ready)
 
@@ -316,19 +316,19 @@ def _run_round(scheduler: Scheduler, runner: ModelRunner, request: TokenRequest)
     return elapsed_s
 
 
-def _fingerprint(directory: Path, config: ModelConfig, layout: KVLayout, tp_size: int) -> Fingerprint:
+def _fingerprint(spec: RankSpec, config: ModelConfig, layout: KVLayout) -> Fingerprint:
     """layout: of the whole model."""
     return Fingerprint(
         layout_version=LAYOUT_VERSION,
         architecture=config.architecture,
-        model_revision=revision(directory),
+        model_revision=spec.model_revision,
         dtype=layout.dtype,
         block_size=layout.block_size,
         num_layers=layout.num_layers,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
         vocab_size=config.vocab_size,
-        tensor_parallel_size=tp_size,
+        tensor_parallel_size=spec.grid.tensor_parallel_size,
     )
 
 

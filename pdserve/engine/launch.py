@@ -75,10 +75,12 @@ class GridSpec(msgspec.Struct, frozen=True):
 class RankSpec(msgspec.Struct, frozen=True):
     """Everything a rank process needs to know. source: what its log lines call it.
 
+    model_revision: of the files in model_directory, for its fingerprint.
     step_endpoints: of a leader, where each of its followers hears of rounds; of a follower, its own.
     """
 
     model_directory: str
+    model_revision: str
     cache_directory: str
     endpoint: str
     source: str

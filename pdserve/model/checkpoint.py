@@ -58,7 +58,8 @@ class Checkpoint:
                 f"config.json calls for floating point {list(self._expected[name])}; use the unquantized model"
             )
         self._count(1)
-        return tensor.to(torch.float32)
+        # Copied: safetensors maps the file, and whoever overwrites it would change the model that is being served.
+        return tensor.to(torch.float32, copy=True)
 
     def leave(self, names: Sequence[str]) -> None:
         """Another rank reads them: they count as done, and are not read."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.errors import StartupError
-from pdserve.model.checkpoint import Checkpoint, checkpoint_files
+from pdserve.model.checkpoint import Checkpoint
 from pdserve.model.experts import load_experts
 from pdserve.model.linear import Linear
 from pdserve.model.mlp import DenseMlp, Mlp
@@ -21,10 +18,6 @@ from pdserve.model.model_config import ModelConfig
 from pdserve.model.progress import Progress, no_progress
 from pdserve.model.shard import WHOLE, Shard
 from pdserve.model.slices import Slices, slices_of
-
-# A digest reads this many bytes at this many places of a file: a different fine-tune differs nearly everywhere.
-SAMPLE_BYTES = 4096
-NUM_SAMPLES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,27 +155,3 @@ def _mlp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """A dense layer's MLP."""
     inwards, outwards = (config.intermediate_size, config.hidden_size), (config.hidden_size, config.intermediate_size)
     return {"mlp.gate_proj.weight": inwards, "mlp.up_proj.weight": inwards, "mlp.down_proj.weight": outwards}
-
-
-def revision(directory: Path) -> str:
-    """A digest of the model, for `Fingerprint.model_revision`: equal directories give equal texts.
-
-    It reads the config, and of each weights file the name, the size, the header and samples, so that a large model
-    costs milliseconds. Raises StartupError where files are missing.
-    """
-    digest = hashlib.sha256()
-    try:
-        digest.update((directory / "config.json").read_bytes())
-        for path in checkpoint_files(directory):
-            num_bytes = path.stat().st_size
-            digest.update(f"\0{path.name}\0{num_bytes}\0".encode())
-            stride = max(SAMPLE_BYTES, math.ceil(num_bytes / NUM_SAMPLES))
-            with path.open("rb") as file:
-                header_bytes = int.from_bytes(file.read(8), "little")
-                digest.update(file.read(min(header_bytes, num_bytes)))
-                for offset in range(0, num_bytes, stride):
-                    file.seek(offset)
-                    digest.update(file.read(SAMPLE_BYTES))
-    except OSError as error:
-        raise StartupError(f"{directory} cannot be read: {error}; fetch the model again") from error
-    return digest.hexdigest()[:32]

@@ -13,14 +13,17 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
-from pdserve.config import OnRankDeath, ServerArgs
+from pdserve.config import OnRankDeath, ServerArgs, cache_dir
 from pdserve.engine.messages import Loading
 from pdserve.engine.tokenizer import HfTokenizer
 from pdserve.errors import StartupError
+from pdserve.model.digests import DigestCache
 from pdserve.model.hub import resolve
 from pdserve.model.model_config import read_config
 from pdserve.model.progress import show_progress
+from pdserve.model.revision import Revision, read_revision
 from pdserve.node.grid import check_grid, goes_in_step
 from pdserve.node.restarts import MAX_DEATHS, WINDOW_S, Restarts
 from pdserve.node.site import Build, Parts, Site, Sites
@@ -50,8 +53,30 @@ async def _serve(args: ServerArgs, build: Build, has_transport: bool) -> None:
         # The ranks read it too; what is wrong with a model is told before its weights are read.
         config = read_config(directory)
         check_grid(config, args)
-        sites = Sites(args, directory, HfTokenizer(directory), has_transport, goes_in_step(config, args))
+        tokenizer = HfTokenizer(directory)
+        digests = DigestCache(cache_dir() / "digests")
+        if (model := await _revision(directory, digests, stop, progress)) is None:
+            return
+        sites = Sites(args, model, digests, tokenizer, has_transport, goes_in_step(config, args))
         await Life(args, sites, build, stop, progress).run()
+
+
+class _Stopped(Exception):
+    """Ends what runs in another thread."""
+
+
+async def _revision(directory: Path, digests: DigestCache, stop: Signals, progress: Progress) -> Revision | None:
+    """Of the model there; None when the node was told to stop before all was read, which can take minutes."""
+
+    def tell(step: str, done: int, total: int) -> None:
+        if stop.first.is_set():
+            raise _Stopped
+        progress(step, done, total)
+
+    try:
+        return await asyncio.to_thread(read_revision, directory, digests, tell)
+    except _Stopped:
+        return None
 
 
 class Life:

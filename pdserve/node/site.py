@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -18,6 +19,8 @@ from pdserve.engine.member import Member, OnLoading
 from pdserve.engine.messages import FromRank, FromTransport, Ready, ToRank, ToTransport
 from pdserve.engine.ranks import Ranks
 from pdserve.engine.text_generator import TextGenerator, TokenSource
+from pdserve.model.digests import DigestCache
+from pdserve.model.revision import Revision
 from pdserve.node.spec import rank_spec
 from pdserve.request import RankLoad
 from pdserve.rpc.generator import Generator, Tokenizer
@@ -74,10 +77,14 @@ Build = Callable[[Site], Parts]
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """Makes a site for each life of the ranks, every one with an incarnation, sockets and agents of its own."""
+    """Makes a site for each life of the ranks, every one with an incarnation, sockets and agents of its own.
+
+    model: what every life of the ranks has to load.
+    """
 
     args: ServerArgs
-    directory: Path
+    model: Revision
+    digests: DigestCache
     tokenizer: Tokenizer
     has_transport: bool
     are_in_step: bool
@@ -86,14 +93,16 @@ class Sites:
     async def open(self, on_loading: OnLoading) -> AsyncIterator[Site]:
         """A site with warm ranks, which end with the block. Raises StartupError."""
         incarnation = uuid.uuid4().hex
+        model = await asyncio.to_thread(self.model.renewed, self.digests)
         with private_directory() as sockets:
             specs = [
-                rank_spec(self.args, self.directory, sockets, incarnation, self.has_transport, grid)
+                rank_spec(self.args, model, sockets, incarnation, self.has_transport, grid)
                 for grid in self._grid(sockets)
             ]
             ranks = _ranks(self.args, specs, self.are_in_step)
             try:
                 ready = await ranks.start(specs, timeout_s=self.args.startup_timeout_s, on_loading=on_loading)
+                await asyncio.to_thread(model.refuse_changed)
                 ranks.dispatch = _dispatch(self.args, ready)
                 yield Site(self.args, ranks, ready, self.tokenizer, incarnation)
             finally:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from pdserve.config import ServerArgs, cache_dir
 from pdserve.engine.launch import GridSpec, PolicySpec, RankSpec, TierSpec, TransportSpec
+from pdserve.model.revision import Revision
 
 
 def rank_spec(
-    args: ServerArgs, directory: Path, sockets: Path, incarnation: str, has_transport: bool, grid: GridSpec
+    args: ServerArgs, model: Revision, sockets: Path, incarnation: str, has_transport: bool, grid: GridSpec
 ) -> RankSpec:
     """What the rank at its place in the grid is told."""
     transport = TransportSpec(
@@ -22,7 +23,8 @@ def rank_spec(
         has_checksums=args.kv_checksum,
     )
     return RankSpec(
-        model_directory=str(directory),
+        model_directory=str(model.directory),
+        model_revision=model.text,
         cache_directory=str(cache_dir()),
         endpoint=f"ipc://{sockets}/loop{grid.rank}",
         source=f"{args.role}:{args.port}/rank{grid.rank}",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pdserve.engine import launch, member
@@ -36,6 +38,7 @@ from pdserve.engine.messages import (
     ToRank,
     ToTransport,
 )
+from pdserve.engine.process_look import ProcessLook
 from pdserve.engine.ranks import Ranks
 from pdserve.errors import InternalError, InvalidRequest, NotReady, QueueFull, RequestIdInUse, StartupError
 from pdserve.request import FUSED, FinishReason, LeaseId, RankLoad, RequestId, SamplingParams, TokenDelta, TokenRequest
@@ -114,6 +117,24 @@ async def test_a_rank_that_cannot_start_says_why(by_hand: ByHand) -> None:
 async def test_a_rank_that_is_never_ready_is_given_up_with_the_flag(by_hand: ByHand) -> None:
     with pytest.raises(StartupError, match="--startup-timeout-s"):
         await by_hand.rank.members[0].attach(timeout_s=0.01)
+
+
+async def test_a_rank_that_was_given_up_may_fail_later_without_a_word(by_hand: ByHand) -> None:
+    """Whoever waited was told already."""
+    complaints: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    one = by_hand.rank.members[0]
+    with pytest.raises(StartupError):
+        await one.attach(timeout_s=0.01)
+    one.lose("the node is stopping")
+    by_hand.loop.send(StartFailed("no memory: free some"))
+    by_hand.loop.send(READY)
+    by_hand.loop.send(Pong(1))
+    await until(lambda: one.num_tokens_computed == 1)
+    del one._ready
+    gc.collect()
+    await asyncio.sleep(0)
+    assert complaints == []
 
 
 # ---------------------------------------------------------------- requests
@@ -276,6 +297,59 @@ async def test_whatever_the_loop_says_is_a_sign_of_life_and_what_its_transport_s
     await until(lambda: by_hand.rank.has_shown_life(within_s=100))
 
 
+@dataclass
+class Seen:
+    """A process as it looks from outside."""
+
+    pid: int = 7
+    look: ProcessLook | None = None
+
+
+@pytest.fixture
+def seen(by_hand: ByHand, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    process = Seen(look=ProcessLook(is_stopped=False, cpu_s=1.0))
+    by_hand.rank.members[0]._process = process  # type: ignore[assignment]
+    monkeypatch.setattr(member, "look_at", lambda pid: process.look)
+
+    async def end(timeout_s: float) -> None:
+        """Nothing was started."""
+
+    process.end = end  # type: ignore[attr-defined]
+    return process
+
+
+async def test_a_rank_that_is_seen_to_compute_is_alive_however_long_it_says_nothing(
+    by_hand: ByHand, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first round on a machine that is busy all of a sudden: nobody has seen one as long."""
+    await by_hand.ready()
+    later_s = 0.0
+    monkeypatch.setattr(member, "monotonic", lambda: time.monotonic() + later_s)
+    for later_s in (0.0, 90.0, 180.0, 270.0):
+        seen.look = ProcessLook(is_stopped=False, cpu_s=1.0 + later_s / 1000)
+        assert by_hand.rank.is_alive(within_s=100)
+    later_s = 371.0
+    assert not by_hand.rank.is_alive(within_s=100), "it neither says nor computes anything"
+    assert not by_hand.rank.has_shown_life(within_s=300), "that is about what it says alone"
+
+
+async def test_a_stopped_rank_is_not_alive_from_that_moment_on(by_hand: ByHand, seen: Seen) -> None:
+    await by_hand.ready()
+    assert by_hand.rank.is_alive(within_s=100)
+    seen.look = ProcessLook(is_stopped=True, cpu_s=2.0)
+    assert not by_hand.rank.is_alive(within_s=100)
+    seen.look = ProcessLook(is_stopped=False, cpu_s=2.0)
+    assert by_hand.rank.is_alive(within_s=100)
+
+
+async def test_how_long_its_rounds_take_is_what_the_warm_up_said_and_then_what_the_loop_says(by_hand: ByHand) -> None:
+    by_hand.loop.send(msgspec.structs.replace(READY, longest_chunk_s=28.0))
+    await by_hand.rank.members[0].attach(timeout_s=LIMIT_S)
+    assert by_hand.rank.longest_round_s == 28.0
+    by_hand.loop.send(Pong(70, longest_round_s=0.5))
+    await until(lambda: by_hand.rank.longest_round_s == 0.5)
+
+
 async def test_a_lost_rank_is_asked_nothing(by_hand: ByHand) -> None:
     await by_hand.ready()
     by_hand.rank.lose("it ended")
@@ -289,6 +363,7 @@ async def test_a_lost_rank_is_asked_nothing(by_hand: ByHand) -> None:
 
 SPEC = RankSpec(
     model_directory="/nowhere",
+    model_revision="r0",
     cache_directory="/nowhere",
     endpoint="ipc:///nowhere",
     source="test",

@@ -91,6 +91,7 @@ def front(sockets: Path) -> Iterator[OtherEnd]:
 def spec(directory: Path, sockets: Path, **changes: object) -> RankSpec:
     whole = RankSpec(
         model_directory=str(directory),
+        model_revision="r7",
         cache_directory=str(directory),
         endpoint=f"ipc://{sockets}/loop",
         source="test",
@@ -136,7 +137,7 @@ def test_a_rank_is_ready_after_a_real_forward_and_leaves_on_stop(
     assert ready.longest_chunk_s > 0
     assert (ready.num_blocks, ready.max_model_len, ready.vocab_size, ready.eos_token_ids) == (16, 512, 300, (299,))
     assert (ready.fingerprint.architecture, ready.fingerprint.block_size) == ("LlamaForCausalLM", 64)
-    assert ready.fingerprint.model_revision
+    assert ready.fingerprint.model_revision == "r7"
     assert ready.transport_metadata
 
 

@@ -13,6 +13,7 @@ from pdserve.config import ConfigError, ServerArgs
 from pdserve.engine.building import _scheduler_config
 from pdserve.engine.launch import GridSpec
 from pdserve.errors import StartupError
+from pdserve.model.revision import Revision
 from pdserve.node.spec import rank_spec
 from pdserve.scheduler.config import CadenceLimits
 from pdserve.sim import cost_files
@@ -156,7 +157,7 @@ def test_a_node_with_the_same_flags_has_the_same_scheduler(knobs: dict[str, Any]
     for_pairs = {"remote_prefill_min_tokens"}
     args = ServerArgs(model="seed", **{name: getattr(deployment, name) for name in SETTINGS if name not in for_pairs})
     args.validate()
-    spec = rank_spec(args, Path("model"), Path("sockets"), "1", False, GridSpec())
+    spec = rank_spec(args, Revision(Path("model"), "r0", ()), Path("sockets"), "1", False, GridSpec())
     model = SimpleNamespace(max_position_embeddings=10**6)
     layout = SimpleNamespace(block_bytes=deployment.costs.block_bytes, num_blocks_for=lambda tokens: -(-tokens // 64))
     built = _scheduler_config(spec, model, layout, available=10**12)  # type: ignore[arg-type]

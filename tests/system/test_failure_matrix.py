@@ -19,6 +19,7 @@ random faults                                   pdserve bench chaos
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -200,12 +201,29 @@ def test_more_requests_than_slots_queue_and_past_the_queue_are_refused_at_once(w
     watched.settle()
 
 
-def test_a_peer_with_another_revision_of_the_model_is_refused_with_the_field(
+def flip_one_bit(path: Path) -> None:
+    """In the middle of a layer's tensor, and where a look at 4 KiB in each 256th of the file would not see it."""
+    with path.open("r+b") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        start, end = json.loads(file.read(header_bytes))["model.layers.2.mlp.down_proj.weight"]["data_offsets"]
+        stride = -(-path.stat().st_size // 256)
+        middle = 8 + header_bytes + (start + end) // 2
+        offset = middle // stride * stride + stride // 2
+        assert offset % stride > 4096
+        assert start < offset - 8 - header_bytes < end
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_peer_whose_weights_differ_in_one_bit_is_refused_with_the_field(
     quick_nodes: Nodes, watched: Watched, tmp_path: Path
 ) -> None:
-    other = str(make_model(tmp_path / "other", QUICK, seed=2))
+    other = make_model(tmp_path / "other", QUICK)
+    flip_one_bit(other / "model.safetensors")
     decode = quick_nodes.start(
-        Role.DECODE, model=other, prefill_peers=(watched.control.address,), decode_fallback="fail"
+        Role.DECODE, model=str(other), prefill_peers=(watched.control.address,), decode_fallback="fail"
     )
     wait_for(lambda: "model_revision: " in decode.log, lambda: decode.log)
     with pytest.raises(PeerMismatch, match=r"model_revision: .* here, .* there"):

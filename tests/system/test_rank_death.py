@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -59,6 +61,23 @@ def test_a_fused_node_goes_on_with_a_new_rank_and_its_health_tells_of_the_time_b
     assert incarnation(node) != before
     assert "Traceback" not in node.log
     assert "a new rank starts in 1 s" in node.log
+
+
+def test_a_new_rank_loads_the_model_that_the_node_started_with_or_none(
+    nodes: Nodes, tiny_model: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    node = nodes.start(Role.FUSED, model=str(model))
+    before = node.ask([1, 2, 3], NUM_NEW).token_ids
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    kill_rank(node)
+    wait_for(lambda: f"{model} holds another model than when the node started" in node.log, lambda: node.log)
+    assert not node.process.is_serving()
+    (model / "model.safetensors").write_bytes(weights)
+    wait_until_serving_again(node)
+    assert node.ask([1, 2, 3], NUM_NEW).token_ids == before
+    assert "Traceback" not in node.log
 
 
 def test_a_node_told_to_stop_before_its_next_rank_starts_ends_in_order(nodes: Nodes) -> None:
