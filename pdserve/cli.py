@@ -30,6 +30,7 @@ COMMANDS = {
     "up": Command("pdserve.commands.up", "a prefill node and a decode node on this machine"),
     "generate": Command("pdserve.commands.generate", "one answer from a running node"),
     "chat": Command("pdserve.commands.chat", "a conversation with a running node"),
+    "status": Command("pdserve.commands.status", "do nodes serve, and what do their ranks have on their hands"),
     "pull": Command("pdserve.commands.pull", "fetch a model into the cache"),
     "simulate": Command("pdserve.commands.simulate", "what a policy or a topology would do, before there are machines"),
     "bench": Command("pdserve.commands.bench", "what real nodes do on this machine, beside the simulator"),
@@ -86,6 +87,8 @@ def _run(name: str, words: list[str]) -> int:
         print(f'pdserve {name}: {error.name} is missing; pip install "pdserve[node]"', file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
+        # What a command started, it has ended on its way here.
+        print(f"pdserve {name}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output left. Python flushes once more at exit, which must not fail again.

@@ -17,7 +17,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.client import Client
-from pdserve.config import MODULES, ServerArgs
+from pdserve.config import MODULES, Role, ServerArgs
 from pdserve.config.environment import without_settings
 from pdserve.config.peer_address import file_path
 from pdserve.errors import PdserveError, StartupError
@@ -29,6 +29,11 @@ ENDS_WITH_US = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv
 STAYS_ON = "import os; os.sched_setaffinity(0, {cores}); "
 # What a node gets beyond its drain, first to end in order and then to end at once.
 ENDING_S = 15.0
+
+
+def program(role: Role, words: Sequence[str]) -> list[str]:
+    """The command that is a node. Python heeds no -X it doesn't know: with it `pgrep -f pdserve` finds the node."""
+    return [sys.executable, "-X", "pdserve", "-m", MODULES[role], *words]
 
 
 class NodeProcess:
@@ -47,7 +52,7 @@ class NodeProcess:
         none is named; they must be ours.
         """
         self.args = args
-        node = [sys.executable, "-m", MODULES[args.role], *args.command_line()]
+        node = program(args.role, args.command_line())
         prelude = STAYS_ON.format(cores=set(cores)) if cores else ""
         self._process = subprocess.Popen(
             [sys.executable, "-c", prelude + ENDS_WITH_US, *node],
@@ -140,10 +145,16 @@ def wait_until_ready(nodes: Sequence[NodeProcess], on_ready: Callable[[NodeProce
 
 @contextlib.contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM leaves the block as Ctrl-C does, so that what is to be ended is."""
+    """SIGTERM leaves the block as Ctrl-C does, so that what is to be ended is.
+
+    It becomes a SIGINT, for an event loop has a way of its own to be left by one: an exception in the middle of a task
+    would be told as one that nobody retrieved.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for a job in the background
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     previous = signal.signal(signal.SIGTERM, interrupt)
     try:

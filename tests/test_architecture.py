@@ -26,7 +26,8 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "pdserve.errors": (),
     "pdserve.request": (),
     "pdserve.telemetry": (),
-    "pdserve.config": ("pdserve.errors",),
+    "pdserve.faults": ("pdserve.errors",),
+    "pdserve.config": ("pdserve.errors", "pdserve.faults"),
     "pdserve.startup": ("pdserve.config", "pdserve.errors", "pdserve.telemetry"),
     "pdserve.scheduler": WORDS,
     "pdserve.kv": (*WORDS, "pdserve.config"),
@@ -44,7 +45,9 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "pdserve.v1": (),
     "pdserve.sim": SIM,
     # The command reads files of deployments, which the node's own rules judge.
-    **dict.fromkeys(("pdserve.sim.deployment", "pdserve.sim.cost_files"), (*SIM, "pdserve.sim", "pdserve.config")),
+    **dict.fromkeys(
+        ("pdserve.sim.deployment", "pdserve.sim.cost_files"), (*SIM, "pdserve.sim", "pdserve.config", "pdserve.faults")
+    ),
     "pdserve.bench": COMMAND,
     # What the three roles' programs share.
     "pdserve.node": (*NODE, "pdserve.engine", "pdserve.rpc", "pdserve.v1"),
@@ -106,7 +109,10 @@ CHAT_ROLES = {"pdserve.client.wire", "pdserve.rpc.codec"}  # the author of a cha
 READS_ENVIRONMENT = ("pdserve.config.environment", "pdserve.model.hub")
 
 # The SDK, and the commands that use it, start without what nodes need.
-LIGHT = ("pdserve.client", "pdserve.cli", "pdserve.commands.generate", "pdserve.commands.chat")
+LIGHT = (
+    *("pdserve.client", "pdserve.cli", "pdserve.faults"),
+    *(f"pdserve.commands.{name}" for name in ("generate", "chat", "status")),
+)
 LIGHT_LIBRARIES = {"grpc", "google"}
 
 

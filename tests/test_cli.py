@@ -39,7 +39,20 @@ def test_client_commands_start_without_what_nodes_need() -> None:
     program = (
         "import sys; from pdserve.cli import main;"
         "main(['generate', 'x', '--target', '127.0.0.1:1', '--timeout-s', '0']);"
+        "main(['status', '--target', '127.0.0.1:1', '--json', '/dev/null', '--watch', '0']);"
         "print([name for name in ('torch', 'pydantic', 'msgspec', 'zmq', 'yaml', 'rich') if name in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert ran.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", ["bench", "simulate", "generate"])
+def test_ctrl_c_is_one_line_and_status_130(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"{cli.COMMANDS[name].module}.main", interrupted)
+    assert cli.main([name]) == 130
+    assert capsys.readouterr().err == f"pdserve {name}: interrupted\n"

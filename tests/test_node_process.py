@@ -134,3 +134,41 @@ def test_sigterm_leaves_a_block_as_ctrl_c_does() -> None:
 def test_children_get_no_setting_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDSERVE_PORT", "1")
     assert "PDSERVE_PORT" not in node_process.without_settings()
+
+
+SIGTERM_IN_A_LOOP = """
+import asyncio, os, signal, sys
+from pdserve.node_process import interrupted_by_sigterm
+if sys.argv[1] == "ignored":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+async def main():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0)
+        print("ended in order")
+
+with interrupted_by_sigterm():
+    try:
+        asyncio.run(main())
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("sigint", ["heeded", "ignored"])
+def test_sigterm_leaves_an_event_loop_in_order(sigint: str) -> None:
+    command = [sys.executable, "-c", SIGTERM_IN_A_LOOP, sigint]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "ended in order\ninterrupted\n"
+    assert sigint == "ignored" or ran.stderr == ""
+
+
+def test_a_node_s_process_is_found_by_the_name_of_the_project(stub: Path) -> None:
+    node = start("works")
+    wait_for(stub / "works.started")
+    words = Path(f"/proc/{node.pid}/cmdline").read_text().split("\0")
+    assert words[1:5] == ["-X", "pdserve", "-m", "stub_node"]
+    node.end()

@@ -9,33 +9,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
-from pdserve.bench.calibration.measure import calibrate
-from pdserve.bench.policy_runs import Model
+from pdserve.commands.arguments import read, written_file
 from pdserve.commands.parsing import CommandParser
-from pdserve.errors import StartupError
-from pdserve.model import hub
-from pdserve.model.progress import show_progress
-from pdserve.node_process import interrupted_by_sigterm
-from pdserve.sim import cost_files
 
 
 def main(argv: list[str]) -> int:
     """argv: `--calibrate FILE` and more. Shows how well the model fits, and writes the file."""
-    arguments = _parser().parse_args(argv)
-    path = Path(arguments.calibrate)
-    if not path.parent.is_dir():  # before five minutes are spent
-        raise StartupError(f"--calibrate {path}: there is no directory {path.parent}; make it first")
-    console = Console(highlight=False)
-    with interrupted_by_sigterm(), show_progress() as progress:
-        model = Model.of(hub.resolve(arguments.model, progress=progress))
-        name = path.name.removesuffix(cost_files.ENDING)
-        found, table = calibrate(model, name, arguments.model, progress)
-    console.print(table)
-    cost_files.save(found, path)
-    console.print(f"wrote {path}; use it with --costs {path}")
-    return 0
+    arguments = read(_parser(), argv)
+    # It takes seconds to import what computes; what is wrong with the arguments is told before.
+    from pdserve.bench.calibration.run import run
+
+    return run(Path(arguments.calibrate), arguments.model)
 
 
 def _parser() -> CommandParser:
@@ -48,6 +32,8 @@ def _parser() -> CommandParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--calibrate", metavar="FILE", required=True, help="the cost file to write")
+    parser.add_argument(
+        "--calibrate", type=written_file("--calibrate"), metavar="FILE", required=True, help="the cost file to write"
+    )
     parser.add_argument("--model", default="smollm2", help="what to serve (default: %(default)s)")
     return parser

@@ -35,9 +35,14 @@ class Deployed:
         return asyncio.run(hear_all(self.address, calls))
 
     def load(self) -> RankLoad:
-        with Client(self.address, timeout_s=30.0) as client:
-            (load,) = client.loads()
+        """Of the only rank."""
+        (load,) = self.loads()
         return load
+
+    def loads(self) -> tuple[RankLoad, ...]:
+        """Of each data-parallel rank."""
+        with Client(self.address, timeout_s=30.0) as client:
+            return client.loads()
 
 
 @contextlib.contextmanager

@@ -11,16 +11,21 @@ from random import Random
 
 from pdserve.bench.asking import TIMEOUT_S
 from pdserve.client import AsyncClient
+from pdserve.client.types import GenerateOptions
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One greedy request for exactly num_output_tokens. at_s: seconds after the first could be sent."""
+    """One greedy request for exactly num_output_tokens. at_s: seconds after the first could be sent.
+
+    rank: the data-parallel rank that computes it; None leaves that to the node.
+    """
 
     number: int
     prompt: tuple[int, ...]
     num_output_tokens: int
     at_s: float = 0.0
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +71,15 @@ async def hear(client: AsyncClient, call: Call, is_enough: Callable[[int], bool]
     arrivals_s: list[float] = []
     token_ids: list[int] = []
     num_cached = 0
-    async with client.stream(
-        token_ids=call.prompt, max_new_tokens=call.num_output_tokens, temperature=0.0, ignore_eos=True
-    ) as stream:
+    options: GenerateOptions = {
+        "token_ids": call.prompt,
+        "max_new_tokens": call.num_output_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
+    if call.rank is not None:
+        options["data_parallel_rank"] = call.rank
+    async with client.stream(**options) as stream:
         async for piece in stream:
             arrivals_s += [time.monotonic()] * len(piece.token_ids)
             token_ids += piece.token_ids

@@ -2,7 +2,7 @@
 
 from pdserve.client.aio import AsyncClient, AsyncStream
 from pdserve.client.sync import Client, Stream
-from pdserve.client.types import Answer, GenerateOptions, Piece, ServerInfo, Usage
+from pdserve.client.types import Answer, GenerateOptions, Health, Piece, ServerInfo, Usage
 
 __all__ = [
     "Answer",
@@ -10,6 +10,7 @@ __all__ = [
     "AsyncStream",
     "Client",
     "GenerateOptions",
+    "Health",
     "Piece",
     "ServerInfo",
     "Stream",

@@ -11,9 +11,10 @@ import grpc
 import grpc.aio
 
 from pdserve.client import wire
-from pdserve.client.channel import DEFAULT_TARGET, MAX_ATTEMPTS, checked_timeout, client_options, joined
+from pdserve.client.channel import DEFAULT_TARGET, MAX_ATTEMPTS, checked_timeout, client_options, joined, shown
 from pdserve.client.failure import error_from, placements_in
-from pdserve.client.types import Answer, GenerateOptions, Piece, ServerInfo
+from pdserve.client.health import HEALTH_METHOD, decode_health
+from pdserve.client.types import Answer, GenerateOptions, Health, Piece, ServerInfo
 from pdserve.errors import PdserveError
 from pdserve.request import RankLoad
 from pdserve.rpc.codec import decode_loads, decode_model
@@ -39,6 +40,7 @@ class AsyncClient:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         num_targets = 1 if isinstance(targets, str) else len(targets)
+        self._where = shown(targets)
         self._timeout_s = timeout_s
         self._max_message_bytes = max_message_bytes
         options = client_options(num_targets, max_attempts, max_message_bytes)
@@ -119,6 +121,11 @@ class AsyncClient:
         request = pb.GetLoadsRequest(check_integrity=check_integrity)
         return decode_loads(await self._call(self._stub.GetLoads, request, timeout_s))
 
+    async def health(self, *, timeout_s: float | None = None) -> Health:
+        """What the node says of itself as a whole, by grpc.health.v1. Raises NotReady where nobody answers."""
+        check = self._channel.unary_unary(HEALTH_METHOD, bytes, decode_health)
+        return await self._call(check, b"", timeout_s)
+
     def _start(
         self,
         prompt: str | None,
@@ -134,13 +141,13 @@ class AsyncClient:
             is_streamed=is_streamed,
             max_message_bytes=self._max_message_bytes,
         )
-        return AsyncStream(self._stub.Generate(request, timeout=self._deadline(timeout_s)))
+        return AsyncStream(self._stub.Generate(request, timeout=self._deadline(timeout_s)), self._where)
 
     async def _call(self, method: Callable[..., Awaitable[T]], request: Any, timeout_s: float | None) -> T:
         try:
             return await method(request, timeout=self._deadline(timeout_s))
         except grpc.aio.AioRpcError as error:
-            raise _error_of(error) from None
+            raise _error_of(error, self._where) from None
 
     def _deadline(self, timeout_s: float | None) -> float | None:
         return checked_timeout(self._timeout_s if timeout_s is None else timeout_s)
@@ -149,8 +156,11 @@ class AsyncClient:
 class AsyncStream:
     """An answer as it comes: iterate over it, once. Leaving an `async with` or closing it aborts what is left."""
 
-    def __init__(self, call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]) -> None:
+    def __init__(self, call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse], where: str) -> None:
+        """where: the targets, for what is told of a call that fails."""
         self._call = call
+        self._where = where
+        self._is_answering = False
         self._responses = call.__aiter__()
         self._is_closed = False
 
@@ -167,13 +177,15 @@ class AsyncStream:
 
     async def __anext__(self) -> Piece:
         try:
-            return wire.decode_piece(await anext(self._responses))
+            response = await anext(self._responses)
         except grpc.aio.AioRpcError as error:
-            raise _error_of(error) from None
+            raise _error_of(error, self._where, self._is_answering) from None
         except asyncio.CancelledError:
             if self._is_closed and not _is_cancelled():
                 raise StopAsyncIteration from None
             raise
+        self._is_answering = True
+        return wire.decode_piece(response)
 
     def close(self) -> None:
         self._is_closed = True
@@ -190,5 +202,5 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _error_of(error: grpc.aio.AioRpcError) -> PdserveError:
-    return error_from(error.code(), error.details(), cast(Any, error.trailing_metadata()))
+def _error_of(error: grpc.aio.AioRpcError, where: str, is_answering: bool = False) -> PdserveError:
+    return error_from(error.code(), error.details(), cast(Any, error.trailing_metadata()), where, is_answering)

@@ -14,20 +14,41 @@ SERVICE_NAME = "pdserve.v1.Inference"
 DEFAULT_TARGET = "127.0.0.1:50051"
 MAX_ATTEMPTS = 4  # gRPC allows 5
 MAX_RECONNECT_BACKOFF_MS = 5_000
+# Targets that gRPC reads by itself, such as dns:///NAME:PORT.
+URI_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
+
+
+def target_fault(target: str) -> str | None:
+    """What is wrong with how it is written, as the rest of a sentence about it; None for HOST:PORT and gRPC's URIs."""
+    if target.startswith(URI_SCHEMES):
+        return None
+    host, colon, port = target.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or "," in target or (":" in host and not is_bracketed) or not host.strip("[]"):
+        return f"must be HOST:PORT, such as {DEFAULT_TARGET}; an IPv6 address goes in brackets"
+    if not (port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535):
+        return f"must be HOST:PORT with a port from 1 to 65535, such as {DEFAULT_TARGET}"
+    return None
 
 
 def joined(targets: str | Sequence[str]) -> str:
-    """One gRPC target. Several nodes go by IP address, as gRPC resolves one name only."""
-    if isinstance(targets, str):
-        return targets
+    """One gRPC target. Several nodes go by IP address, as gRPC resolves one name only. Raises InvalidRequest."""
     if not targets:
         raise InvalidRequest("targets is empty, it needs at least one address", "targets")
-    if len(targets) == 1:
-        return targets[0]
-    schemes = {_scheme(target) for target in targets}
+    listed = [targets] if isinstance(targets, str) else list(targets)
+    if faults := [f"target {target!r} {fault}" for target in listed if (fault := target_fault(target))]:
+        raise InvalidRequest("; ".join(faults), "targets")
+    if len(listed) == 1:
+        return listed[0]
+    schemes = {_scheme(target) for target in listed}
     if len(schemes) > 1:
         raise InvalidRequest("targets mix IPv4 and IPv6, they must be of one kind", "targets")
-    return f"{schemes.pop()}:{','.join(targets)}"
+    return f"{schemes.pop()}:{','.join(listed)}"
+
+
+def shown(targets: str | Sequence[str]) -> str:
+    """The targets as a person would write them."""
+    return targets if isinstance(targets, str) else ",".join(targets)
 
 
 def client_options(num_targets: int, max_attempts: int, max_message_bytes: int) -> ChannelOptions:

@@ -10,9 +10,10 @@ import grpc
 import grpc.experimental
 
 from pdserve.client import wire
-from pdserve.client.channel import DEFAULT_TARGET, MAX_ATTEMPTS, checked_timeout, client_options, joined
+from pdserve.client.channel import DEFAULT_TARGET, MAX_ATTEMPTS, checked_timeout, client_options, joined, shown
 from pdserve.client.failure import error_from, placements_in
-from pdserve.client.types import Answer, GenerateOptions, Piece, ServerInfo
+from pdserve.client.health import HEALTH_METHOD, decode_health
+from pdserve.client.types import Answer, GenerateOptions, Health, Piece, ServerInfo
 from pdserve.errors import PdserveError
 from pdserve.request import RankLoad
 from pdserve.rpc.codec import decode_loads, decode_model
@@ -39,6 +40,7 @@ class Client:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         num_targets = 1 if isinstance(targets, str) else len(targets)
+        self._where = shown(targets)
         self._timeout_s = timeout_s
         self._max_message_bytes = max_message_bytes
         # With gRPC's default reader, a retried stream whose node is killed never ends, whatever its deadline.
@@ -119,6 +121,11 @@ class Client:
         request = pb.GetLoadsRequest(check_integrity=check_integrity)
         return decode_loads(self._call(self._stub.GetLoads, request, timeout_s))
 
+    def health(self, *, timeout_s: float | None = None) -> Health:
+        """What the node says of itself as a whole, by grpc.health.v1. Raises NotReady where nobody answers."""
+        check = self._channel.unary_unary(HEALTH_METHOD, bytes, decode_health)
+        return self._call(check, b"", timeout_s)
+
     def _start(
         self,
         prompt: str | None,
@@ -134,13 +141,13 @@ class Client:
             is_streamed=is_streamed,
             max_message_bytes=self._max_message_bytes,
         )
-        return Stream(self._stub.Generate(request, timeout=self._deadline(timeout_s)))
+        return Stream(self._stub.Generate(request, timeout=self._deadline(timeout_s)), self._where)
 
     def _call(self, method: Callable[..., T], request: Any, timeout_s: float | None) -> T:
         try:
             return method(request, timeout=self._deadline(timeout_s))
         except grpc.RpcError as error:
-            raise _error_of(error) from None
+            raise _error_of(error, self._where) from None
 
     def _deadline(self, timeout_s: float | None) -> float | None:
         return checked_timeout(self._timeout_s if timeout_s is None else timeout_s)
@@ -149,8 +156,11 @@ class Client:
 class Stream:
     """An answer as it comes: iterate over it, once. Leaving a `with`, closing or dropping it aborts what is left."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, where: str) -> None:
+        """where: the targets, for what is told of a call that fails."""
         self._call = call  # grpc's: an iterator of responses and an RpcContext in one
+        self._where = where
+        self._is_answering = False
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -164,11 +174,13 @@ class Stream:
 
     def __next__(self) -> Piece:
         try:
-            return wire.decode_piece(next(self._call))
+            response = next(self._call)
         except grpc.RpcError as error:
             if self._is_closed:
                 raise StopIteration from None
-            raise _error_of(error) from None
+            raise _error_of(error, self._where, self._is_answering) from None
+        self._is_answering = True
+        return wire.decode_piece(response)
 
     def close(self) -> None:
         self._is_closed = True
@@ -180,6 +192,6 @@ class Stream:
         return placements_in(self._call.trailing_metadata())
 
 
-def _error_of(error: Any) -> PdserveError:
+def _error_of(error: Any, where: str, is_answering: bool = False) -> PdserveError:
     """An RpcError is the call itself, and knows its status."""
-    return error_from(error.code(), error.details(), error.trailing_metadata())
+    return error_from(error.code(), error.details(), error.trailing_metadata(), where, is_answering)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -93,3 +94,11 @@ class ServerInfo:
     version: str
     uptime_s: float
     settings: Mapping[str, str]
+
+
+class Health(enum.Enum):
+    """What a node says of itself (grpc.health.v1)."""
+
+    UNKNOWN = "UNKNOWN"
+    SERVING = "SERVING"
+    NOT_SERVING = "NOT_SERVING"

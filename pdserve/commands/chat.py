@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from pdserve.client import Client, GenerateOptions
+from pdserve.commands.arguments import read
 from pdserve.commands.measured import measure, one_line
 from pdserve.commands.parsing import add_sampling, add_target, command_parser, connected, sampling_given
 from pdserve.errors import PdserveError
@@ -116,7 +117,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--system", metavar="TEXT", help="how the model is to behave")
     add_target(parser)
     add_sampling(parser)
-    arguments = parser.parse_args(argv)
+    arguments = read(parser, argv)
     with connected(arguments) as client, _line_editing():
         terminal = _terminal()
         model = client.model_info(timeout_s=10.0)

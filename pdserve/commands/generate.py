@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from pdserve.commands.arguments import read, real
 from pdserve.commands.measured import measure, one_line
 from pdserve.commands.parsing import add_json, add_sampling, add_target, command_parser, connected, sampling_given
 from pdserve.commands.tables import write_json
@@ -19,11 +20,13 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("prompt", metavar="PROMPT", help="what to ask; - reads standard input")
     parser.add_argument("--raw", action="store_true", help="continue PROMPT as it stands, without the chat template")
-    parser.add_argument("--timeout-s", type=float, metavar="S", help="give up after this long (default: never)")
+    parser.add_argument(
+        "--timeout-s", type=real("--timeout-s", above=0), metavar="S", help="give up after this long (default: never)"
+    )
     add_target(parser)
     add_sampling(parser)
     add_json(parser)
-    arguments = parser.parse_args(argv)
+    arguments = read(parser, argv)
     prompt: str = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     options = sampling_given(arguments)
     if not arguments.raw:

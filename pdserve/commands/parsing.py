@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Iterator
 from typing import NoReturn, cast
 
 from pdserve.client import Client, GenerateOptions
-from pdserve.errors import NotReady, StartupError
-
-DEFAULT_TARGET = "127.0.0.1:50051"
-# How gRPC begins what it says of an address where nobody listens.
-UNREACHABLE = "failed to connect to all addresses"
+from pdserve.client.channel import DEFAULT_TARGET, target_fault
+from pdserve.commands.arguments import Check, real, whole, written_file
+from pdserve.errors import StartupError
+from pdserve.faults import Fault
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -39,37 +36,57 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
         metavar="HOST:PORT",
-        default=DEFAULT_TARGET,
-        help="a fused or decode node; several, comma separated, take turns (default: %(default)s)",
+        type=targets("--target"),
+        default=[DEFAULT_TARGET],
+        help=f"a fused or decode node; several, comma separated, take turns (default: {DEFAULT_TARGET})",
     )
+
+
+def targets(flag: str) -> Check:
+    """Addresses, comma separated."""
+
+    def check(text: str) -> list[str] | Fault:
+        found = [target for target in text.split(",") if target]
+        reasons = [reason for target in found if (reason := target_fault(target))]
+        if not found:
+            reasons = ["must be HOST:PORT, such as " + DEFAULT_TARGET]
+        return Fault(flag, text, "; ".join(dict.fromkeys(reasons))) if reasons else found
+
+    return check
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """The same figures for a program."""
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - is standard output")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=written_file("--json", may_be_output=True),
+        help="write the figures as JSON; - is standard output",
+    )
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """How the answer's tokens are chosen. A flag that isn't given is left to the node."""
     group = parser.add_argument_group("Sampling")
     for flag, kind, text in (
-        ("--max-new-tokens", int, "longest answer in tokens"),
-        ("--min-new-tokens", int, "shortest answer in tokens"),
-        ("--temperature", float, "0 takes the likeliest token each time"),
-        ("--top-p", float, "from the likeliest tokens that make up this probability"),
-        ("--top-k", int, "from this many likeliest tokens"),
-        ("--min-p", float, "from tokens at least this likely compared to the likeliest"),
-        ("--frequency-penalty", float, "against tokens by how often they came"),
-        ("--presence-penalty", float, "against tokens that came"),
-        ("--repetition-penalty", float, "against tokens of prompt and answer; 1 is none"),
-        ("--seed", int, "the same seed gives the same answer"),
+        ("--max-new-tokens", whole, "longest answer in tokens"),
+        ("--min-new-tokens", whole, "shortest answer in tokens"),
+        ("--temperature", real, "0 takes the likeliest token each time"),
+        ("--top-p", real, "from the likeliest tokens that make up this probability"),
+        ("--top-k", whole, "from this many likeliest tokens"),
+        ("--min-p", real, "from tokens at least this likely compared to the likeliest"),
+        ("--frequency-penalty", real, "against tokens by how often they came"),
+        ("--presence-penalty", real, "against tokens that came"),
+        ("--repetition-penalty", real, "against tokens of prompt and answer; 1 is none"),
+        ("--seed", whole, "the same seed gives the same answer"),
     ):
-        group.add_argument(flag, type=kind, metavar="N" if kind is int else "X", default=argparse.SUPPRESS, help=text)
+        group.add_argument(flag, type=kind(flag), metavar=METAVARS[kind], default=argparse.SUPPRESS, help=text)
     group.add_argument(
         "--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS, help="ends the answer; may be repeated"
     )
 
 
+METAVARS = {whole: "N", real: "X"}
 SAMPLING = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p",
     "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "stop",
@@ -82,14 +99,6 @@ def sampling_given(arguments: argparse.Namespace) -> GenerateOptions:
     return cast(GenerateOptions, given)
 
 
-@contextlib.contextmanager
-def connected(arguments: argparse.Namespace, timeout_s: float | None = None) -> Iterator[Client]:
-    """A client of the nodes named by --target. Raises NotReady with the remedy where none of them answers."""
-    with Client([target for target in arguments.target.split(",") if target], timeout_s=timeout_s) as client:
-        try:
-            yield client
-        except NotReady as error:
-            if not error.message.startswith(UNREACHABLE):
-                raise
-            reason = f"no node answers at {arguments.target}; start one with `pdserve up smollm2`, or set --target"
-            raise NotReady(reason) from None
+def connected(arguments: argparse.Namespace, timeout_s: float | None = None) -> Client:
+    """A client of the nodes named by --target."""
+    return Client(arguments.target, timeout_s=timeout_s)

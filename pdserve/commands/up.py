@@ -13,10 +13,10 @@ from typing import Any
 
 from pdserve.config import ConfigError, Fault, Role, ServerArgs, flags, parse_flags, server_parser
 from pdserve.config.environment import num_cores
-from pdserve.config.faults import unless_about
 from pdserve.config.fields import FIELDS, Settings, flag_name
 from pdserve.config.policy_rules import FILL_FIELDS, GATE_FIELDS
 from pdserve.config.sources import read_layers
+from pdserve.faults import unless_about
 from pdserve.node_process import NodeProcess, free_port, interrupted_by_sigterm, wait_until_ready
 from pdserve.startup import INTERRUPTED
 

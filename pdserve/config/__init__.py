@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from pdserve.config import environment, flags, policy, rules, sources
 from pdserve.config.environment import cache_dir
-from pdserve.config.faults import ConfigError, Fault, shown, unless_about
 from pdserve.config.fields import FIELDS, DecodeFallback, LoadBalanceMethod, OnRankDeath, Role, Settings, flag_name
 from pdserve.config.policy import CadenceSettings, FillSettings, PrefillDelay, policy_line
+from pdserve.faults import ConfigError, Fault, shown, unless_about
 
 __all__ = [
     "CadenceSettings",

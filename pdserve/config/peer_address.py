@@ -30,6 +30,8 @@ def file_path(peer: str) -> str | None:
 
 def wrong_with_peer(peer: str) -> str | None:
     """What is wrong with one entry of --prefill-peers, None if nothing."""
+    if not peer:
+        return "an empty word names no node; give HOST:PORT, or leave the flag out"
     if (path := file_path(peer)) is not None:
         return "must be file:///PATH with the absolute path of a file" if path.endswith("/") else None
     if peer.startswith("file:"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pdserve.config.faults import ConfigError, Fault
 from pdserve.config.fields import AUTO, DecodeFallback, Role, Settings
 from pdserve.config.policy_rules import (
     FILL,
@@ -16,6 +15,7 @@ from pdserve.config.policy_rules import (
     gate_faults,
     is_fill_off,
 )
+from pdserve.faults import ConfigError, Fault
 
 DEFAULT_MAX_HOLDS = 30
 DEFAULT_HOLD_BUDGET = 30

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pdserve.config.faults import Fault
 from pdserve.config.fields import AUTO, DecodeFallback, Role, Settings, flag_name
+from pdserve.faults import Fault
 
 INTERVAL_FIELDS = ("prefill_attempt_interval", "prefill_any_attempt_interval")
 GATE_FIELDS = (*INTERVAL_FIELDS, "prefill_max_open_rounds")

@@ -6,10 +6,10 @@ import ipaddress
 from collections.abc import Iterable
 
 from pdserve.config import environment, flags
-from pdserve.config.faults import Fault
 from pdserve.config.fields import FIELDS, DecodeFallback, Role, Settings, flag_name
 from pdserve.config.peer_address import wrong_with_peer
 from pdserve.config.policy_rules import POLICY_FIELDS, policy_faults
+from pdserve.faults import Fault
 
 
 def faults_of(settings: Settings) -> list[Fault]:
@@ -86,7 +86,7 @@ def _tier_faults(settings: Settings) -> Iterable[Fault]:
 def _peer_faults(settings: Settings) -> Iterable[Fault]:
     for peer in settings.prefill_peers:
         if reason := wrong_with_peer(peer):
-            yield Fault(flag_name("prefill_peers"), peer, reason)
+            yield Fault(flag_name("prefill_peers"), peer or "''", reason)
     fails = settings.decode_fallback == DecodeFallback.FAIL
     if settings.role == Role.DECODE and fails and not settings.prefill_peers:
         reason = "every request would fail without a prefill node; name one with --prefill-peers"

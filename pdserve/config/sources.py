@@ -17,9 +17,9 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from pdserve.config import environment, flags
-from pdserve.config.faults import ConfigError, Fault
 from pdserve.config.fields import FIELDS, Settings, flag_name
 from pdserve.config.policy_rules import POLICY_FIELDS
+from pdserve.faults import ConfigError, Fault
 
 # Fields whose rules judge any value, or only whether there is one: without its wrong half a pair would look like half.
 ANY_VALUE_FIELDS = (*POLICY_FIELDS, "host_kv_gb", "kv_dir", "kv_dir_gb")
@@ -116,7 +116,7 @@ def from_text(value: object, kinds: Sequence[Any]) -> object:
     """Text as the number, truth value or list that a field of these kinds takes; what doesn't fit stays as it is."""
     if flags.LIST in kinds and isinstance(value, str | list):
         words = [value] if isinstance(value, str) else [word for word in value if isinstance(word, str)]
-        return tuple(part.strip() for word in words for part in word.split(",") if part.strip())
+        return tuple(part.strip() for word in words for part in word.split(","))
     if not isinstance(value, str) or str in kinds:
         return value
     if bool in kinds:

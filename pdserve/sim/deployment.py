@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.config import CadenceSettings, ConfigError, Fault, Role, ServerArgs, flags
-from pdserve.config.faults import shown
 from pdserve.config.fields import FIELDS, flag_name
 from pdserve.config.policy_rules import POLICY_FIELDS
+from pdserve.faults import shown
 from pdserve.scheduler.config import GATE_WATERMARK, CadenceLimits, SchedulerConfig
 from pdserve.sim.costs import CostModel
 from pdserve.sim.topology import Fused, GateSpec, GroupSpec, Split, Topology

@@ -13,7 +13,7 @@ def test_serve_becomes_the_role_s_program_with_the_same_words(monkeypatch: pytes
     monkeypatch.setattr(os, "execv", lambda path, words: became.append(words))
     words = ["m", "--role", "decode", "--prefill-peers", "127.0.0.1:1"]
     serve.main(words)
-    assert became == [[sys.executable, "-m", "decode_node", *words]]
+    assert became == [[sys.executable, "-X", "pdserve", "-m", "decode_node", *words]]
 
 
 def test_serve_tells_all_faults_before_it_becomes_anything(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,100 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import contextlib
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from random import Random
-from tempfile import TemporaryDirectory
-from typing import Any
-
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-
-from pdserve.bench.chaos.answers import Answered, judge
-from pdserve.bench.chaos.checks import Fate, fate_checks, fates_of, growth_checks, hit_checks, routes_of
-from pdserve.bench.chaos.drive import Drive, ask_reference
-from pdserve.bench.chaos.faults import Fault, shares_over
-from pdserve.bench.chaos.fleet import Fleet, Member, make_fleet, make_member
-from pdserve.bench.chaos.requests import make_chaos_asks
-from pdserve.bench.processes import is_running
-from pdserve.bench.stream_checks import Check, exactly, in_use
-from pdserve.bench.tiny_model import QUICK, make_model
-from pdserve.client import AsyncClient
+from pdserve.commands.arguments import Check, kept_directory, read, whole
 from pdserve.commands.parsing import CommandParser, add_json, command_parser
-from pdserve.commands.tables import write_json
-from pdserve.config import ConfigError, Role
-from pdserve.config import Fault as ConfigFault
-from pdserve.errors import PdserveError
-from pdserve.model import hub
-from pdserve.model.model_config import read_config
-from pdserve.model.progress import Progress, show_progress
-from pdserve.node_process import interrupted_by_sigterm
-from pdserve.request import RankLoad
+from pdserve.faults import Fault
 
-SETTINGS: dict[str, Any] = {
-    "block_size": 16,
-    "chunked_prefill_size": 256,
-    "num_kv_blocks": 1024,
-    "max_num_seqs": 12,
-}
-NODE_NAMES = ("P0", "P1", "D0", "D1")
 MOST_REQUESTS, MOST_FAULTS, MOST_STREAMS = 100_000, 10_000, 64
-SETTLE_S = 60.0
-SETTLE_LOOK_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What came of a run."""
-
-    transport: str
-    elapsed_s: float
-    start_s: float
-    fates: list[Fate]
-    faults: list[Fault]
-    counters: dict[str, dict[str, int]]
-    checks: list[Check]
-
-    @property
-    def is_good(self) -> bool:
-        return all(check.is_met for check in self.checks)
-
-    def figures(self) -> dict[str, object]:
-        remarkable = [fate for fate in self.fates if fate.is_failed or fate.answered is not Answered.RIGHT]
-        return {
-            "transport": self.transport,
-            "elapsed_s": round(self.elapsed_s, 1),
-            "num_requests": len(self.fates),
-            "num_touched": sum(fate.is_touched for fate in self.fates),
-            "checks": [check.figures() for check in self.checks],
-            "faults": [fault.figures(self.start_s) for fault in self.faults],
-            "not_as_usual": [fate.figures() for fate in remarkable],
-            "counters": self.counters,
-        }
+DEFAULT_TLS = "default"
+# What UCX_TLS may list (UCX's documentation of it), beside `all`.
+TRANSPORTS = (
+    *("all", "self", "sm", "shm", "mm", "posix", "sysv", "xpmem", "knem", "cma", "tcp"),
+    *("ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "ud", "ud_v", "ud_x", "ud_verbs", "ud_mlx5", "dc", "dc_x"),
+    *("dc_mlx5", "gga_mlx5", "srd", "ugni", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy"),
+    *("rocm", "rocm_copy", "rocm_ipc", "ze", "ze_copy", "ze_ipc", "ze_gdr"),
+)
 
 
 def main(argv: list[str]) -> int:
     """0 when every check is met."""
-    arguments = _parser().parse_args(argv)
-    _check(arguments)
-    console = Console(highlight=False, stderr=arguments.json == "-")
-    with interrupted_by_sigterm(), show_progress() as progress, _folder(arguments.keep) as folder:
-        if arguments.model:
-            model = hub.resolve(arguments.model, progress=progress)
-        else:
-            model = make_model(folder / "model", QUICK)
-        report = asyncio.run(_run(arguments, model, folder, progress))
-    print_report(report, console)
-    if arguments.json:
-        write_json(arguments.json, report.figures())
-    return int(not report.is_good)
+    arguments = read(_parser(), argv)
+    # It takes seconds to import what computes; what is wrong with the arguments is told before.
+    from pdserve.bench.chaos.run import run
+
+    return run(arguments)
 
 
 def _parser() -> CommandParser:
@@ -108,147 +36,59 @@ def _parser() -> CommandParser:
         "undisturbed fused node's. Takes about 5 s a fault; 1 is the exit status where a rule is broken.",
         "pdserve bench chaos --requests 400 --faults 60 --ucx-tls tcp,self",
     )
-    parser.add_argument("--requests", type=int, default=2000, metavar="N", help="how many (default: %(default)s)")
-    parser.add_argument("--faults", type=int, default=300, metavar="N", help="how many (default: %(default)s)")
-    parser.add_argument("--streams", type=int, default=16, metavar="N", help="at a time (default: %(default)s)")
     parser.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="of the requests and the faults (default: %(default)s)"
+        "--requests",
+        type=whole("--requests", 1, MOST_REQUESTS),
+        default=2000,
+        metavar="N",
+        help="how many (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--faults",
+        type=whole("--faults", 1, MOST_FAULTS),
+        default=300,
+        metavar="N",
+        help="how many (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--streams",
+        type=whole("--streams", 1, MOST_STREAMS),
+        default=16,
+        metavar="N",
+        help="at a time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=whole("--seed", 0),
+        default=1,
+        metavar="N",
+        help="of the requests and the faults (default: %(default)s)",
     )
     parser.add_argument("--model", help="what to serve (default: a tiny one with random weights)")
-    parser.add_argument("--ucx-tls", default="default", metavar="TLS", help="how KV travels: default, or UCX_TLS")
-    parser.add_argument("--keep", metavar="DIR", help="where the nodes' logs stay; they are thrown away without")
+    parser.add_argument(
+        "--ucx-tls",
+        type=ucx_tls("--ucx-tls"),
+        default="default",
+        metavar="TLS",
+        help="how KV travels: default, or UCX_TLS",
+    )
+    parser.add_argument(
+        "--keep",
+        type=kept_directory("--keep"),
+        metavar="DIR",
+        help="where the nodes' logs stay; they are thrown away without",
+    )
     add_json(parser)
     return parser
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError with every number that is out of its range."""
-    ranges = {"requests": MOST_REQUESTS, "faults": MOST_FAULTS, "streams": MOST_STREAMS}
-    faults = [
-        ConfigFault(f"--{name}", str(getattr(arguments, name)), f"must be from 1 to {most}")
-        for name, most in ranges.items()
-        if not 1 <= getattr(arguments, name) <= most
-    ]
-    if faults:
-        raise ConfigError(faults)
+def ucx_tls(flag: str) -> Check:
+    """`default`, or a list of transports as UCX_TLS takes it: with ^ before it, all but these."""
 
+    def check(text: str) -> str | Fault:
+        names = text.removeprefix("^").split(",")
+        if text == DEFAULT_TLS or all(name.lstrip("\\").removesuffix(":aux") in TRANSPORTS for name in names):
+            return text
+        return Fault(flag, text, "names no transports of UCX; give default, or a list such as tcp,self")
 
-@contextlib.contextmanager
-def _folder(keep: str | None) -> Iterator[Path]:
-    if keep is not None:
-        Path(keep).mkdir(parents=True, exist_ok=True)
-        yield Path(keep)
-        return
-    with TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
-async def _run(arguments: argparse.Namespace, model: Path, folder: Path, progress: Progress) -> Report:
-    asks = make_chaos_asks(arguments.requests, arguments.seed)
-    environment = {} if arguments.ucx_tls == "default" else {"UCX_TLS": arguments.ucx_tls}
-    async with _fused(model, folder) as fused:
-        references = await ask_reference(
-            fused, asks, 12, lambda num_done: progress("reference answers", num_done, len(asks))
-        )
-    fleet = make_fleet(model, folder, environment, SETTINGS)
-    try:
-        await fleet.start()
-        start_s = time.monotonic()
-        random, shares = Random(f"faults {arguments.seed}"), shares_over(arguments.ucx_tls)
-        drive = Drive(fleet, asks, arguments.faults, arguments.streams, random, shares)
-        drive.on_done = lambda requests, faults: progress(f"requests, {faults} faults", requests, len(asks))
-        faults = await drive.run()
-        elapsed_s = time.monotonic() - start_s
-        checks, counters = await _node_checks(fleet, model)
-    finally:
-        await fleet.end()
-    checks.append(exactly("processes left behind", _num_left(fleet), 0))
-    async with _fused(model, folder) as fused:
-        verdicts = await judge(drive.done, references, fused)
-    fates = fates_of(drive.done, verdicts, faults, routes_of(fleet))
-    checks = [*fate_checks(fates), *hit_checks(faults, arguments.faults), *checks]
-    return Report(arguments.ucx_tls, elapsed_s, start_s, fates, faults, counters, checks)
-
-
-@contextlib.asynccontextmanager
-async def _fused(model: Path, folder: Path) -> AsyncIterator[AsyncClient]:
-    """A node that nothing disturbs; it never lives beside the others, whose cores it would take."""
-    node = make_member(Role.FUSED, 0, model, folder, {}, **SETTINGS)
-    node.begin()
-    try:
-        await node.recover()
-        async with AsyncClient(node.args.address, max_attempts=1) as client:
-            yield client
-    finally:
-        assert node.process is not None
-        await asyncio.to_thread(node.process.end)
-
-
-# ---------------------------------------------------------------- what the nodes kept
-
-
-async def _node_checks(fleet: Fleet, model: Path) -> tuple[list[Check], dict[str, dict[str, int]]]:
-    checks: list[Check] = []
-    counters: dict[str, dict[str, int]] = {}
-    for member in fleet.members:
-        load, broken = await _settled(member)
-        checks.append(exactly(f"{member.name}: tables that disagree", int(bool(broken)), 0))
-        if load is not None:
-            checks += [exactly(f"{member.name}: {name}", count, 0) for name, count in in_use(load).items()]
-            counters[member.name] = {name: count for name, count in load.counters.items() if count}
-    block_bytes = read_config(model).kv_layout(SETTINGS["block_size"]).block_bytes
-    slab_mib = block_bytes * SETTINGS["num_kv_blocks"] / 2**20
-    for member in fleet.members:
-        checks += growth_checks(member.growth(), slab_mib)
-    return checks, counters
-
-
-async def _settled(member: Member) -> tuple[RankLoad | None, str]:
-    """Its load once nothing is in use, or after SETTLE_S as it is; and what is wrong with it, if anything."""
-    deadline_s = time.monotonic() + SETTLE_S
-    async with AsyncClient(member.args.address, timeout_s=SETTLE_S) as client:
-        while True:
-            try:
-                (load,) = await client.loads(check_integrity=True)
-            except PdserveError as error:
-                return None, error.message
-            if not any(in_use(load).values()) or time.monotonic() > deadline_s:
-                return load, ""
-            await asyncio.sleep(SETTLE_LOOK_S)
-
-
-def _num_left(fleet: Fleet) -> int:
-    return sum(is_running(pid) for member in fleet.members for pid in member.pids)
-
-
-# ---------------------------------------------------------------- what is shown
-
-
-def print_report(report: Report, console: Console) -> None:
-    console.rule(f"UCX_TLS {report.transport}: {len(report.fates)} requests, {report.elapsed_s:.0f} s")
-    for title, counts in _counts(report).items():
-        table = Table(title, "", box=SIMPLE)
-        for name, count in counts.most_common():
-            table.add_row(name, str(count))
-        console.print(table)
-    of_nodes = [check for check in report.checks if check.name[:2] in NODE_NAMES and check.is_met]
-    checks = Table("check", "found", "wanted", "", box=SIMPLE)
-    for check in (check for check in report.checks if check not in of_nodes):
-        checks.add_row(check.name, f"{check.found:,}", check.wanted, "ok" if check.is_met else "[red]FAILED[/red]")
-    console.print(checks)
-    console.print(f"  and {len(of_nodes)} more that are met: what each node holds, and how it has grown")
-
-
-def _counts(report: Report) -> dict[str, Counter[str]]:
-    errors = (type(fate.attempted.error).__name__ for fate in report.fates if fate.attempted.error)
-    places = (
-        placement.partition(";")[0] + (";" + placement.partition(";")[2] if "local" in placement else "")
-        for fate in report.fates
-        for placement in fate.attempted.placements
-    )
-    return {
-        "fault": Counter(fault.kind.value for fault in report.faults),
-        "phase hit": Counter(phase for fault in report.faults for phase in fault.hit),
-        "prefilled": Counter(places),
-        "failed with": Counter(errors),
-    }
+    return check

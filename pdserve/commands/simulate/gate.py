@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.commands.arguments import real, whole
 from pdserve.commands.simulate.flags import Asked, read_flags, simulate_parser
 from pdserve.commands.simulate.output import console_of, describe
 from pdserve.commands.tables import write_json
-from pdserve.errors import StartupError
+from pdserve.faults import Fault
 from pdserve.sim.deployment import Deployment
-from pdserve.sim.drawing.canvas import require_matplotlib
 from pdserve.sim.economics import Point, Users, grid, sweep
 
 # What the experiment is of, where the flags say nothing else: a group, with slots left free for the gate to choose.
@@ -32,10 +32,22 @@ def gate(argv: list[str]) -> int:
     )
     group = parser.add_argument_group("Users")
     default = Users()
-    group.add_argument("--users-of-rank", type=int, metavar="N", help=f"for each rank (default: {default.of_rank})")
-    group.add_argument("--think-s", type=float, metavar="S", help=f"pause, on average (default: {default.think_s:g})")
-    group.add_argument("--requests", type=int, metavar="N", help=f"of each run (default: {default.num_requests})")
-    asked = read_flags(argv, parser, COSTS)
+    group.add_argument(
+        "--users-of-rank",
+        type=whole("--users-of-rank", 1),
+        metavar="N",
+        help=f"for each rank (default: {default.of_rank})",
+    )
+    group.add_argument(
+        "--think-s",
+        type=real("--think-s", least=0),
+        metavar="S",
+        help=f"pause, on average (default: {default.think_s:g})",
+    )
+    group.add_argument(
+        "--requests", type=whole("--requests", 1), metavar="N", help=f"of each run (default: {default.num_requests})"
+    )
+    asked = read_flags(argv, parser, COSTS, _misplaced)
     deployments = list(grid(_group(asked)))
     users = _users(asked)
     points = sweep(deployments, users, asked.seed, _progress(len(deployments)))
@@ -43,15 +55,16 @@ def gate(argv: list[str]) -> int:
     return 0
 
 
+def _misplaced(asked: Asked) -> Iterable[Fault]:
+    if asked.html is not None:
+        yield Fault("--html", asked.html, "draws rounds, and these are many runs; give --png for the figure")
+    if asked.deployment.is_split:
+        yield Fault("--num-prefill-nodes", None, "asks for a pair, and a gate is of fused nodes; leave it out")
+
+
 def _group(asked: Asked) -> Deployment:
     """The deployment as asked for; of one rank, a group of eight such ranks."""
     deployment = asked.deployment
-    if asked.html is not None:
-        raise StartupError(f"--html {asked.html} draws rounds, and these are many runs; give --png for the figure")
-    if asked.png is not None:
-        require_matplotlib("--png")
-    if deployment.is_split:
-        raise StartupError("--num-prefill-nodes asks for a pair, and a gate is of fused nodes; leave it out")
     if deployment.num_ranks > 1:
         return deployment
     return deployment.replace(data_parallel_size=GROUP_RANKS, max_num_seqs=GROUP_RANKS * SLOTS_OF_RANK)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
+from pdserve.commands.arguments import parsed, real, whole
 from pdserve.commands.simulate.flags import Asked, read_flags, simulate_parser
 from pdserve.commands.simulate.output import run_and_tell
 from pdserve.config import flags
@@ -24,10 +26,10 @@ def poisson(argv: list[str]) -> int:
         "pdserve simulate poisson --rate 0.3 --prompt-tokens lognormal:512:1.0:4096 --decode-interleave-every 8",
     )
     group = _add_shape_flags(parser)
-    group.add_argument("--rate", type=float, metavar="X", help=f"requests a second (default: {RATE})")
+    group.add_argument("--rate", type=real("--rate", above=0), metavar="X", help=f"requests a second (default: {RATE})")
     group.add_argument(
         "--burstiness",
-        type=float,
+        type=real("--burstiness", above=0),
         metavar="X",
         help="shape of the gaps' gamma distribution: 1 = Poisson (default), less = bursts",
     )
@@ -47,8 +49,13 @@ def closed(argv: list[str]) -> int:
         "pdserve simulate closed --users 16 --think-s 5 --requests 500",
     )
     group = _add_shape_flags(parser)
-    group.add_argument("--users", type=int, metavar="N", help="how many (default: 8)")
-    group.add_argument("--think-s", type=float, metavar="S", help="mean of the pause before each question (default: 0)")
+    group.add_argument("--users", type=whole("--users", 1), metavar="N", help="how many (default: 8)")
+    group.add_argument(
+        "--think-s",
+        type=real("--think-s", least=0),
+        metavar="S",
+        help="mean of the pause before each question (default: 0)",
+    )
     asked = read_flags(argv, parser)
     own = vars(asked.own)
     users, num_requests, think_s = own.get("users", 8), own.get("requests", NUM_REQUESTS), own.get("think_s", 0.0)
@@ -58,15 +65,19 @@ def closed(argv: list[str]) -> int:
 
 def _add_shape_flags(parser: flags.FlagParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("Traffic", f"lengths: {FORMS}")
-    group.add_argument("--requests", type=int, metavar="N", help=f"how many in all (default: {NUM_REQUESTS})")
-    group.add_argument("--prompt-tokens", metavar="LENGTH", help=f"(default: {PROMPT})")
-    group.add_argument("--output-tokens", metavar="LENGTH", help=f"(default: {OUTPUT})")
+    group.add_argument(
+        "--requests", type=whole("--requests", 1), metavar="N", help=f"how many in all (default: {NUM_REQUESTS})"
+    )
+    for flag, default in (("--prompt-tokens", PROMPT), ("--output-tokens", OUTPUT)):
+        lengths = parsed(flag, partial(parse_lengths, flag=flag))
+        group.add_argument(flag, type=lengths, metavar="LENGTH", help=f"(default: {default})")
     return group
 
 
 def _shape(asked: Asked) -> Shape:
     own = vars(asked.own)
+    prompt, output = own.get("prompt_tokens"), own.get("output_tokens")
     return Shape(
-        parse_lengths(own.get("prompt_tokens", PROMPT), "--prompt-tokens"),
-        parse_lengths(own.get("output_tokens", OUTPUT), "--output-tokens"),
+        prompt or parse_lengths(PROMPT, "--prompt-tokens"),
+        output or parse_lengths(OUTPUT, "--output-tokens"),
     )

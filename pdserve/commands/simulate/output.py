@@ -14,7 +14,6 @@ from pdserve.commands.simulate.flags import Asked
 from pdserve.commands.tables import write_json
 from pdserve.errors import StartupError
 from pdserve.sim.broadcast import Broadcast
-from pdserve.sim.drawing.canvas import require_matplotlib
 from pdserve.sim.figures import figures
 from pdserve.sim.report import Report
 from pdserve.sim.simulation import Simulation
@@ -33,11 +32,6 @@ def timeline_of(asked: Asked, title: str) -> Timeline | None:
     """A listener for the pictures that were asked for; None without any."""
     if asked.png is None and asked.html is None:
         return None
-    for flag, name in (("--png", asked.png), ("--html", asked.html)):
-        if name == "-":
-            raise StartupError(f"{flag} - is no file; give a path (only --json writes to standard output)")
-    if asked.png is not None:
-        require_matplotlib("--png")  # told before the simulation, not after it
     return Timeline(topology=asked.deployment.topology(), title=title)
 
 

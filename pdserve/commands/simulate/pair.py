@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.commands.arguments import real, whole
 from pdserve.commands.simulate.flags import Asked, read_flags, simulate_parser
 from pdserve.commands.simulate.output import console_of, describe, timeline_of, write_pictures
 from pdserve.commands.tables import write_json
-from pdserve.errors import StartupError
+from pdserve.faults import Fault
 from pdserve.sim import cost_files, published
 from pdserve.sim.deployment import Deployment
 from pdserve.sim.interference import Interference, interfere
@@ -45,21 +47,26 @@ def interference(argv: list[str]) -> int:
     for name, text in PAIR_FLAGS.items():
         default = getattr(defaults, name)
         flag = "--" + name.replace("_", "-")
-        group.add_argument(flag, type=type(default), metavar="N", help=f"{text} (default: {default:g})")
+        kind = real(flag, least=0) if name == "attack_s" else whole(flag, 2 if name == "victim_output_tokens" else 1)
+        group.add_argument(flag, type=kind, metavar="N", help=f"{text} (default: {default:g})")
     # Knobs alone are tried on the deployment that the experiment is of.
-    asked = read_flags(argv, parser, published.FLAT)
+    asked = read_flags(argv, parser, published.FLAT, _misplaced)
     if asked.has_costs or asked.has_knobs:
         return _experiment(asked)
     return _beside_published(asked)
 
 
+def _misplaced(asked: Asked) -> Iterable[Fault]:
+    """Flags of a pair, or pictures of one, where the published experiment is run as it was."""
+    if asked.has_costs or asked.has_knobs:
+        return
+    for name in (*vars(asked.own), *_pictures(asked)):
+        reason = "the published figures are of one pair; give --costs to run another, or to draw it"
+        yield Fault("--" + name.replace("_", "-"), None, reason)
+
+
 def _beside_published(asked: Asked) -> int:
     console = console_of(asked)
-    given = ["--" + name.replace("_", "-") for name in (*vars(asked.own), *_pictures(asked))]
-    if given:
-        raise StartupError(
-            f"{', '.join(given)}: the published figures are of one pair; give --costs to run another, or to draw it"
-        )
     tables: dict[str, dict[str, Any]] = {}
     are_met = True
     for name in (published.FLAT, published.CONTEXT):
@@ -122,10 +129,6 @@ def _pair(asked: Asked, deployment: Deployment) -> Pair:
         "victim_output_tokens": victim,
         **given,
     }
-    for name, value in values.items():
-        least = 0 if name == "attack_s" else 2 if name == "victim_output_tokens" else 1
-        if not value >= least:
-            raise StartupError(f"--{name.replace('_', '-')} {value:g} must be at least {least}")
     return Pair(**values)
 
 

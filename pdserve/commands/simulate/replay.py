@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from pdserve.commands.simulate.flags import read_flags, simulate_parser
+from pdserve.commands.arguments import missing, read_file, real, whole
+from pdserve.commands.simulate.flags import Asked, read_flags, simulate_parser
 from pdserve.commands.simulate.output import run_and_tell
-from pdserve.errors import StartupError
+from pdserve.faults import Fault
 from pdserve.sim.trace import Trace
 
 
@@ -19,14 +21,18 @@ def trace(argv: list[str]) -> int:
         "pdserve simulate trace --file conversation_trace.jsonl --costs seed-context --limit 500 --rate-scale 0.05",
     )
     group = parser.add_argument_group("Traffic")
-    group.add_argument("--file", metavar="FILE", help="the trace")
-    group.add_argument("--rate-scale", type=float, metavar="X", help="2 = arrivals twice as dense (default: 1)")
-    group.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
-    asked = read_flags(argv, parser)
+    group.add_argument("--file", type=read_file("--file"), metavar="FILE", help="the trace")
+    group.add_argument(
+        "--rate-scale", type=real("--rate-scale", above=0), metavar="X", help="2 = arrivals twice as dense (default: 1)"
+    )
+    group.add_argument("--limit", type=whole("--limit", 1), metavar="N", help="only the first N requests")
+    asked = read_flags(argv, parser, more=_missing)
     own = vars(asked.own)
-    if "file" not in own:
-        raise StartupError("--file is missing: say which trace")
     scale, limit = own.get("rate_scale", 1.0), own.get("limit")
     workload = Trace(Path(own["file"]), scale, limit)
     first = f"the first {limit:,} requests of " if limit else ""
     return run_and_tell(asked, workload, f"{first}{workload.path.name} at {scale:g} × its rate")
+
+
+def _missing(asked: Asked) -> Iterable[Fault]:
+    return () if "file" in vars(asked.own) else missing("--file", "say which trace")

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from pdserve.commands.arguments import missing, one_of, read_file, real, whole
 from pdserve.commands.simulate.flags import Asked, read_flags, simulate_parser
 from pdserve.commands.simulate.output import console_of, describe, timeline_of, write_pictures
 from pdserve.commands.tables import write_json
 from pdserve.config import flags
-from pdserve.errors import StartupError
+from pdserve.faults import Fault
 from pdserve.sim import advice
 from pdserve.sim.goals import Goal, GoodputGoal, ItlGoal, RanksGoal
 from pdserve.sim.presets import PRESETS, preset
@@ -28,6 +29,7 @@ from pdserve.sim.tune import Entry, Question, Tuned
 from pdserve.sim.tune import tune as tuned_by
 
 GOALS = ("itl", "goodput", "gpus")
+MOST_LOAD = 10.0
 LOAD, NUM_REQUESTS, BUDGET, ATTAINMENT = 0.7, 200, 150, 0.95
 # Ranks that the goal `gpus` looks at, unless it is told: twice what there is, and some to choose from.
 MORE_RANKS, SOME_RANKS = 2, 8
@@ -35,7 +37,7 @@ MORE_RANKS, SOME_RANKS = 2, 8
 
 def tune(argv: list[str]) -> int:
     """0, whatever is recommended."""
-    asked = read_flags(argv, _parser())
+    asked = read_flags(argv, _parser(), more=_misplaced)
     question = _question(asked)
     console = console_of(asked)
     console.print(f"[bold]{question.goal.text}[/bold]: {question.traffic.text}, costs {asked.deployment.costs.name}")
@@ -64,28 +66,48 @@ def _parser() -> flags.FlagParser:
     goal = parser.add_argument_group("Goal")
     goal.add_argument(
         "--goal",
+        type=one_of("--goal", GOALS),
         metavar="|".join(GOALS),
         help="itl: p99 ITL within --itl-p99-ms, then the least p99 TTFT; goodput: the most requests a second within "
         "the SLO; gpus: the fewest ranks that keep it",
     )
-    goal.add_argument("--itl-p99-ms", type=float, metavar="MS", help="(itl) limit of p99 ITL, of all gaps together")
+    goal.add_argument(
+        "--itl-p99-ms",
+        type=real("--itl-p99-ms", above=0),
+        metavar="MS",
+        help="(itl) limit of p99 ITL, of all gaps together",
+    )
     goal.add_argument(
         "--attainment",
-        type=float,
+        type=real("--attainment", above=0, most=1),
         metavar="SHARE",
         help=f"(gpus) of the requests within the SLO (default: {ATTAINMENT})",
     )
-    goal.add_argument("--max-ranks", type=int, metavar="N", help="(gpus) most ranks (default: twice those given, 8)")
+    goal.add_argument(
+        "--max-ranks",
+        type=whole("--max-ranks", 1),
+        metavar="N",
+        help="(gpus) most ranks (default: twice those given, 8)",
+    )
     traffic = parser.add_argument_group("Traffic")
     kinds = "; ".join(f"{one.name}: {one.summary}" for one in PRESETS.values())
-    traffic.add_argument("--workload", metavar="|".join(PRESETS), help=f"{kinds} (default: chat)")
-    traffic.add_argument("--trace", metavar="FILE", help="recorded requests instead; its second half is held out")
+    traffic.add_argument(
+        "--workload", type=one_of("--workload", PRESETS), metavar="|".join(PRESETS), help=f"{kinds} (default: chat)"
+    )
+    traffic.add_argument(
+        "--trace",
+        type=read_file("--trace"),
+        metavar="FILE",
+        help="recorded requests instead; its second half is held out",
+    )
     load = f"of what the deployment as given can take (default: {LOAD})"
-    traffic.add_argument("--load", type=float, metavar="SHARE", help=load)
+    traffic.add_argument("--load", type=real("--load", above=0, most=MOST_LOAD), metavar="SHARE", help=load)
     requests = f"of each simulation (default: {NUM_REQUESTS})"
-    traffic.add_argument("--requests", type=int, metavar="N", help=requests)
+    traffic.add_argument("--requests", type=whole("--requests", 1), metavar="N", help=requests)
     search = parser.add_argument_group("Search")
-    search.add_argument("--budget", type=int, metavar="N", help=f"simulations to search with (default: {BUDGET})")
+    search.add_argument(
+        "--budget", type=whole("--budget", 1), metavar="N", help=f"simulations to search with (default: {BUDGET})"
+    )
     search.add_argument(
         "--try-shapes",
         action="store_true",
@@ -98,68 +120,59 @@ def _parser() -> flags.FlagParser:
 # ---------------------------------------------------------------- what is asked
 
 
+def _goal_name(own: dict[str, Any]) -> str | None:
+    name: str | None = own.get("goal", "itl" if "itl_p99_ms" in own else None)
+    return name
+
+
+def _misplaced(asked: Asked) -> Iterator[Fault]:
+    """What a goal lacks, and what is of another one."""
+    own = vars(asked.own)
+    name = _goal_name(own)
+    if name is None:
+        yield from missing("--goal", f"give one of {', '.join(GOALS)}")
+    elif name == "itl" and "itl_p99_ms" not in own:
+        yield from missing("--itl-p99-ms", "--goal itl keeps p99 ITL within so many milliseconds")
+    elif name != "itl" and asked.slo.ttft_s is None and asked.slo.itl_s is None:
+        yield Fault("--goal", name, "needs an SLO; give --slo-ttft-ms, --slo-itl-ms, or both")
+    if name not in (None, "itl") and "itl_p99_ms" in own:
+        reason = f"is of --goal itl; --slo-itl-ms is what --goal {name} heeds"
+        yield Fault("--itl-p99-ms", f"{own['itl_p99_ms']:g}", reason)
+    for flag in ("max_ranks", "attainment"):
+        if name not in (None, "gpus") and flag in own:
+            yield Fault(flags.spelled(flag), own[flag], "is of --goal gpus; leave it out")
+    if "trace" in own and "workload" in own:
+        yield Fault("--workload", own["workload"], f"and --trace {own['trace']} are two; give one of them")
+
+
 def _question(asked: Asked) -> Question:
     own, default = vars(asked.own), asked.deployment
-    goal = _goal(asked, own)
-    if not isinstance(goal, RanksGoal) and "max_ranks" in own:
-        raise StartupError(f"--max-ranks {own['max_ranks']} is of --goal gpus; leave it out")
     return Question(
         default,
-        goal,
+        _goal(asked, own),
         _traffic(asked, own),
-        _at_least_one("--budget", own.get("budget", BUDGET)),
+        own.get("budget", BUDGET),
         try_shapes=bool(own.get("try_shapes")),
-        most_ranks=_at_least_one("--max-ranks", own.get("max_ranks", max(MORE_RANKS * default.num_ranks, SOME_RANKS))),
+        most_ranks=own.get("max_ranks", max(MORE_RANKS * default.num_ranks, SOME_RANKS)),
         seed=asked.seed,
     )
 
 
 def _goal(asked: Asked, own: dict[str, Any]) -> Goal:
-    name = own.get("goal", "itl" if "itl_p99_ms" in own else None)
-    if name not in GOALS:
-        given = "is missing" if name is None else f"{name} is no goal"
-        raise StartupError(f"--goal {given}; give one of {', '.join(GOALS)}")
-    if name == "itl":
-        return _itl_goal(asked, own)
-    if "itl_p99_ms" in own:
-        raise StartupError(
-            f"--itl-p99-ms {own['itl_p99_ms']:g} is of --goal itl; --slo-itl-ms is what --goal {name} heeds"
-        )
-    if asked.slo.ttft_s is None and asked.slo.itl_s is None:
-        raise StartupError(f"--goal {name} needs an SLO; give --slo-ttft-ms, --slo-itl-ms, or both")
-    if name == "goodput":
-        return GoodputGoal(asked.slo)
-    return RanksGoal(asked.slo, _share("--attainment", own.get("attainment", ATTAINMENT), 1.0))
-
-
-def _itl_goal(asked: Asked, own: dict[str, Any]) -> Goal:
-    limit_ms = own.get("itl_p99_ms")
-    if limit_ms is None or not limit_ms > 0:
-        given = "is missing" if limit_ms is None else f"{limit_ms:g} must be more than 0"
-        raise StartupError(f"--itl-p99-ms {given}; --goal itl keeps p99 ITL within so many milliseconds")
-    return ItlGoal(limit_ms / 1e3, asked.slo)
+    match _goal_name(own):
+        case "itl":
+            return ItlGoal(own["itl_p99_ms"] / 1e3, asked.slo)
+        case "goodput":
+            return GoodputGoal(asked.slo)
+        case _:
+            return RanksGoal(asked.slo, own.get("attainment", ATTAINMENT))
 
 
 def _traffic(asked: Asked, own: dict[str, Any]) -> Traffic:
-    load = _share("--load", own.get("load", LOAD), 10.0)
-    num_requests = _at_least_one("--requests", own.get("requests", NUM_REQUESTS))
-    if "trace" not in own:
-        return preset_traffic(preset(own.get("workload", "chat")), asked.deployment, load, num_requests)
-    if "workload" in own:
-        raise StartupError(f"--workload {own['workload']} and --trace {own['trace']} are two; give one of them")
-    return trace_traffic(Path(own["trace"]), asked.deployment, load, num_requests)
-
-
-def _share(flag: str, value: float, most: float) -> float:
-    if not 0 < value <= most:
-        raise StartupError(f"{flag} {value:g} must be more than 0 and at most {most:g}")
-    return value
-
-
-def _at_least_one(flag: str, value: int) -> int:
-    if value < 1:
-        raise StartupError(f"{flag} {value} must be at least 1")
-    return value
+    load, num_requests = own.get("load", LOAD), own.get("requests", NUM_REQUESTS)
+    if "trace" in own:
+        return trace_traffic(Path(own["trace"]), asked.deployment, load, num_requests)
+    return preset_traffic(preset(own.get("workload", "chat")), asked.deployment, load, num_requests)
 
 
 # ---------------------------------------------------------------- what came of it

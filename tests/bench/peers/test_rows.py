@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from pdserve.bench.listening import Call, Heard
-from pdserve.bench.peers.command import Compared
 from pdserve.bench.peers.rows import (
     MOST_STREAMED,
     NUM_ASKED,
@@ -18,6 +17,7 @@ from pdserve.bench.peers.rows import (
     median_row,
     row_of,
 )
+from pdserve.bench.peers.run import Compared
 
 TEXT = tuple(range(50))
 
