@@ -11,6 +11,7 @@
 # make bench-handoff what a handoff costs beside a fused node; how long a caller waits when a prefill node is killed
 # make bench-peers   vLLM's prefill and decode nodes under the same requests; installs vLLM in PEERS (3.5 GB)
 # make bench-rounds  the rank loop's time outside the model's forward
+# make bench-groups  the prefill gate in a group of two ranks with shared experts, beside no policy, the fill and the cadence
 # make bench-linears the matrix products of a round, packed and through torch's F.linear
 # make bench-kv      KV pulled by NIXL beside a plain copy of the same bytes
 # make bench-policies  the gate, retraction, the file tier and the cadence on a real node; ARGS="--only gate --json -"
@@ -30,7 +31,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .PHONY: demo test soak soak-handoff mutants fmt clean streams chaos calibrate
-.PHONY: bench-handoff bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity bench-simulator bench-peers bench-linears
+.PHONY: bench-handoff bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity bench-simulator bench-peers bench-linears bench-groups
 
 demo: $(VENV)/.node
 	@$(BIN)/pdserve demo
@@ -101,6 +102,9 @@ bench-handoff: $(VENV)/.node
 
 bench-rounds: $(VENV)/.node
 	@$(BIN)/python -m pdserve.bench.rounds
+
+bench-groups: $(VENV)/.node
+	@$(BIN)/python -m pdserve.bench.groups $(ARGS)
 
 bench-linears: $(VENV)/.node
 	@$(BIN)/python -m pdserve.bench.linears $(ARGS)

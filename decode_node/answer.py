@@ -111,7 +111,8 @@ class Answer:
     def _assign(self, assignment: Assignment | None) -> None:
         self._assignment = assignment
         if assignment is not None:
-            self._placement = f"remote;peer={assignment.peer.target}"
+            attempt = f";attempt={self._num_failed + 1}" if self._num_failed else ""
+            self._placement = f"remote;peer={assignment.peer.target}{attempt}"
 
     def _fall_back(self, error: PeerError, reason: str) -> None:
         """Prefill here, never silently. Raises an error that names the reason where the policy is to fail."""
@@ -194,7 +195,11 @@ class Answer:
             self._assign(self._means.peers.assign(self._request.prompt))
         else:
             self._assign(self._means.peers.assign(self._request.prompt, avoid=failed))
-        return self._assignment is not None
+        if self._assignment is None:
+            return False
+        target = self._assignment.peer.target
+        self._means.fallbacks.retry(self._request.request_id, failed.target, target, error)
+        return True
 
     def _give_up(self, transfer_id: TransferId, error: PeerError) -> None:
         """Go on here with the very next token."""

@@ -20,6 +20,7 @@ import grpc
 
 from decode_node.patience import Patience
 from decode_node.peer import Peer
+from decode_node.requirements import Requirements
 from pdserve.engine.front import Inbox, Rank
 from pdserve.engine.messages import (
     ConfirmPull,
@@ -31,7 +32,6 @@ from pdserve.engine.messages import (
     Reserved,
 )
 from pdserve.errors import PeerBusy, PeerError, PeerReplaced, ProtocolError, TransferFailed
-from pdserve.kv.layout import Fingerprint
 from pdserve.request import LeaseId, TokenRequest, TransferId
 from pdserve.rpc.handoff import (
     Accepted,
@@ -46,6 +46,7 @@ from pdserve.rpc.handoff import (
     RequestKey,
     Start,
     ToDecode,
+    life_s,
 )
 from pdserve.rpc.handoff_codec import decode_load, decode_to_decode, encode_to_prefill
 from pdserve.rpc.metadata import ERROR_KEY
@@ -59,6 +60,8 @@ RENEWALS_A_LEASE = 6
 # A prefill node says something every 2 s for as long as its rank shows life. Four of these: a node that is stopped, or
 # cut off without the connection's end, is left long before the no-progress deadline of a prompt that just takes long.
 SILENCE_S = 8.0
+# A wait that ends later than it should by this much: our own process did not run, stopped or without a core.
+LATE_S = 1.0
 # A peer's prompt is computed by one rank, whose blocks are read by one of ours.
 NUM_RANKS = 1
 
@@ -74,7 +77,7 @@ class Handoff:
         rank: Rank,
         transfer_id: TransferId,
         on_first_token: Callable[[FirstToken], None],
-        no_progress_timeout_s: float,
+        no_progress_s: Callable[[], float],
         vocab_size: int,
     ) -> None:
         assert peer.description is not None
@@ -84,8 +87,8 @@ class Handoff:
         self._rank = rank
         self._transfer_id = transfer_id
         self._on_first_token = on_first_token
-        self._write_timeout_s = min(no_progress_timeout_s, SILENCE_S)
-        self._patience = Patience(no_progress_timeout_s, SILENCE_S)
+        self._write_timeout_s = min(no_progress_s(), SILENCE_S)
+        self._patience = Patience(no_progress_s, SILENCE_S)
         self._vocab_size = vocab_size
         self._inbox: asyncio.Queue[Said] = asyncio.Queue()
         self._lease_id: LeaseId | None = None
@@ -141,7 +144,10 @@ class Handoff:
         """Until committed: handle what comes, renew in between, give up after too long without progress."""
         renew_at = time.monotonic() + self._lease_s / RENEWALS_A_LEASE
         while not self._is_committed:
-            message = await self._next(min(renew_at, self._patience.ends_s))
+            until_s = min(renew_at, self._patience.ends_s)
+            message = await self._next(until_s)
+            if time.monotonic() - until_s > LATE_S:
+                self._patience.on_own_pause()
             if message is not None:
                 if isinstance(message, FromPull):
                     self._patience.on_news()
@@ -163,7 +169,7 @@ class Handoff:
         """Say that we still want the lease, if our rank lives to use it. Returns how long the next time is away."""
         renew_s = self._lease_s / RENEWALS_A_LEASE
         self._rank.ask_for_life()
-        if not self._rank.has_shown_life(self._lease_s / 3):
+        if not self._rank.is_alive(life_s(self._lease_s, self._rank.longest_round_s)):
             return renew_s / 4  # it may be at the end of a long forward
         if self._lease_id is not None and not self._is_release_sent:
             await self._write(call, encode_to_prefill(Renew(self._lease_id)))
@@ -206,11 +212,12 @@ class Handoff:
         self._rank.tell_transport(
             PullChunk(
                 self._transfer_id,
-                self._peer_id,
+                chunk.rank,
                 chunk.seq,
                 chunk.first_token,
                 chunk.end_token,
                 chunk.blocks,
+                ((chunk.rank, self._peer_id),),
                 chunk.block_hashes,
             )
         )
@@ -277,11 +284,11 @@ class HandoffFailed:
 class Handoffs:
     """The handoffs under way at this node, by transfer. incarnation: of this node, another one after each start."""
 
-    def __init__(self, rank: Rank, fingerprint: Fingerprint, incarnation: str, no_progress_timeout_s: float) -> None:
+    def __init__(self, rank: Rank, mine: Requirements, incarnation: str) -> None:
         self._rank = rank
-        self._fingerprint = fingerprint
+        self._mine = mine
+        self._fingerprint = mine.fingerprint
         self._incarnation = incarnation
-        self._timeout_s = no_progress_timeout_s
         self._live: dict[TransferId, Handoff] = {}
         self.counters: Counter[str] = Counter()
 
@@ -301,7 +308,7 @@ class Handoffs:
             self._rank,
             transfer.transfer_id,
             lambda first: inbox.put(PromptPrefilled(transfer.transfer_id, first)),
-            self._timeout_s,
+            lambda: self._mine.no_progress_s(peer.longest_chunk_s),
             self._fingerprint.vocab_size,
         )
         self._live[transfer.transfer_id] = handoff

@@ -7,18 +7,23 @@ import asyncio
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from decode_node.words import plain
 from pdserve.errors import PeerError
 
 SERVICE = "pdserve.v1.Handoff"
 
 
 class PeerHealth:
-    """Of one connection. is_serving: None until it was heard. changed: set at each change."""
+    """Of one connection. is_serving: None until it was heard. has_service: prompts can be handed to it at all.
+
+    changed: set at each change.
+    """
 
     def __init__(self, channel: grpc.aio.Channel, changed: asyncio.Event) -> None:
         self._stub = health_pb2_grpc.HealthStub(channel)
         self._changed = changed
         self.is_serving: bool | None = None
+        self.has_service = True
 
     async def watch(self) -> PeerError:
         """Returns why nothing more can be heard.
@@ -28,8 +33,9 @@ class PeerHealth:
         """
         try:
             async for answer in self._stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE)):
+                self.has_service = answer.status != health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
                 self.is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
                 self._changed.set()
         except grpc.aio.AioRpcError as error:
-            return PeerError(f"{error.code().name}: {error.details()}")
+            return PeerError(plain(error))
         return PeerError("it ended the stream that tells of its health")

@@ -20,8 +20,8 @@ def run(args: ServerArgs) -> None:
 def build(site: Site) -> Parts:
     args, rank, fingerprint = site.args, site.rank, site.ready.fingerprint
     required = Requirements(fingerprint, args.transfer_timeout_s, args.kv_checksum)
-    peers = PeerTable(args.prefill_peers, required, rank, args.max_message_mib * 2**20)
-    handoffs = Handoffs(rank, fingerprint, site.incarnation, args.transfer_timeout_s)
+    peers = PeerTable(args.prefill_peers, required, rank, args.max_message_mib * 2**20, site.incarnation)
+    handoffs = Handoffs(rank, required, site.incarnation)
     policy = HandoffPolicy(args.decode_fallback, args.remote_prefill_min_tokens)
     tokens = RemotePrefillTokens(rank, peers, handoffs, policy)
     rank.members[0].on_transport = tokens.on_transport

@@ -9,9 +9,14 @@ from pdserve.rpc.handoff import FirstToken, Progress, Released, ToDecode
 
 
 class Patience:
-    """Of one handoff. no_progress_s: how long the peer may tell the same. silence_s: how long it may tell nothing."""
+    """Of one handoff. silence_s: how long the peer may tell nothing.
 
-    def __init__(self, no_progress_s: float, silence_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    no_progress_s: how long it may tell the same; asked each time, as that grows with how long its chunks take.
+    """
+
+    def __init__(
+        self, no_progress_s: Callable[[], float], silence_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._no_progress_s = no_progress_s
         self._silence_s = silence_s
         self._clock = clock
@@ -23,7 +28,7 @@ class Patience:
     @property
     def ends_s(self) -> float:
         """When the peer will be given up, if nothing comes until then."""
-        no_news_s = self._news_s + self._no_progress_s
+        no_news_s = self._news_s + self._no_progress_s()
         return no_news_s if self._is_done_talking else min(no_news_s, self._heard_s + self._silence_s)
 
     def why_over(self) -> str | None:
@@ -31,8 +36,8 @@ class Patience:
         now_s = self._clock()
         if now_s < self.ends_s:
             return None
-        if now_s >= self._news_s + self._no_progress_s:
-            return f"no progress for {self._no_progress_s:g} s"
+        if now_s >= self._news_s + (limit_s := self._no_progress_s()):
+            return f"no progress for {limit_s:g} s"
         return f"not a word for {self._silence_s:g} s"
 
     def on_word(self, said: ToDecode) -> None:
@@ -42,6 +47,12 @@ class Patience:
         self._is_done_talking |= isinstance(said, Released)
         if not isinstance(said, Progress) or self._is_news(said):
             self.on_news()
+
+    def on_own_pause(self) -> None:
+        """We did not run for a while: what the peer said meanwhile, and says now, is heard before it is judged."""
+        now_s = self._clock()
+        self._heard_s = now_s
+        self._news_s = max(self._news_s, now_s - self._no_progress_s() + self._silence_s)
 
     def on_news(self) -> None:
         """The handoff came forward."""

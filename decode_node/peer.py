@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import grpc
 
+from decode_node.words import plain
 from pdserve.engine.prefix_memory import PrefixMemory
 from pdserve.errors import PeerError, PeerMismatch, ProtocolError
 from pdserve.rpc.channel import channel_options
@@ -39,8 +40,10 @@ class Peer:
     """description: of its present life, while it can be read from. reason: why it is not READY.
 
     num_outstanding_tokens: that we gave it and have not drawn a first token from. num_handoffs: live ones; `is_idle`
-    is set while there are none. is_leaving: it is in no list of peers any more. num_failures: in a row. news: set when
-    its watcher has something to look at. looked_at: set while nothing was said against it since it was looked at.
+    is set while there are none. is_leaving: it is in no list of peers any more. longest_chunk_s: lately, as it said
+    last. was_ready: in any life of it. is_loss_told, is_patience_told: the log has that it cannot be used, that it is
+    waited for longer. num_failures: in a row. news: set when its watcher has something to look at. looked_at: set while
+    nothing was said against it since it was looked at.
     """
 
     target: str
@@ -54,6 +57,10 @@ class Peer:
     num_outstanding_tokens: int = 0
     num_handoffs: int = 0
     is_leaving: bool = False
+    longest_chunk_s: float = 0.0
+    was_ready: bool = False
+    is_loss_told: bool = False
+    is_patience_told: bool = False
     is_idle: asyncio.Event = field(default_factory=asyncio.Event)
     num_failures: int = 0
     must_rest: bool = False
@@ -123,6 +130,7 @@ class Peer:
     def begin_life(self, description: Description) -> None:
         """What was known of the life before says nothing of this one."""
         self.description = description
+        self.is_patience_told = False
         self.succeeded()
         self.prefixes = PrefixMemory(description.num_blocks)
 
@@ -144,7 +152,7 @@ class Peer:
             return decode_description(answer)
         except grpc.aio.AioRpcError as error:
             is_mismatch = error.code() is grpc.StatusCode.FAILED_PRECONDITION
-            raise (PeerMismatch if is_mismatch else PeerError)(f"{error.code().name}: {error.details()}") from None
+            raise (PeerMismatch if is_mismatch else PeerError)(plain(error)) from None
         except ProtocolError as error:
             raise PeerError(error.message) from None
 

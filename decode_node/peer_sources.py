@@ -129,7 +129,8 @@ Stamp = tuple[int, int, int]
 
 
 class FileSource:
-    """A YAML file, `peers: [HOST:PORT, ...]`, looked at each second; a broken one leaves the last good list in force.
+    """A YAML file, `peers: [HOST:PORT, ...]`, looked at each second; a broken one leaves the last good list in force,
+    and so does an empty one.
 
     It may be missing at first, which is an empty list; removed later, it is broken.
     """
@@ -160,7 +161,7 @@ class FileSource:
         try:
             found = parse_peers(self._path.read_text(encoding="utf-8"))
         except (PeerError, OSError, UnicodeDecodeError) as error:
-            log.error("%s: %s; the peers read before stay (%d)", self._path, error, len(self._known))
+            log.warning("%s: %s; the peers read before stay (%d)", self._path, error, len(self._known))
             return
         if found != self._known:
             log.info("prefill nodes in %s: %s", self._path, ", ".join(found) or "none")
@@ -190,8 +191,8 @@ def parse_peers(text: str) -> tuple[str, ...]:
         raise _wrong(error.problem_mark, str(error.problem)) from None
     except yaml.YAMLError as error:
         raise PeerError(" ".join(str(error).split())) from None
-    if root is None:
-        return ()
+    if root is None:  # what an editor leaves for a moment that empties a file before it writes
+        raise PeerError("is empty; `peers: []` is how it lists nobody")
     return tuple(dict.fromkeys(_address(node) for node in _entries(root)))
 
 
@@ -200,10 +201,8 @@ def _entries(root: yaml.Node) -> list[yaml.Node]:
     if len(items) != 1 or items[0][0].value != "peers":
         raise _wrong(root.start_mark, "must hold `peers:` with a list of HOST:PORT, and nothing else")
     node = items[0][1]
-    if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
-        return []
     if not isinstance(node, yaml.SequenceNode):
-        raise _wrong(node.start_mark, "peers must be a list of HOST:PORT")
+        raise _wrong(node.start_mark, "peers must be a list of HOST:PORT, [] for nobody")
     return list(node.value)
 
 

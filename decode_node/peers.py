@@ -12,9 +12,10 @@ from random import uniform
 from decode_node import choice
 from decode_node.choice import Candidate
 from decode_node.health import PeerHealth
-from decode_node.peer import NEVER_CONNECTED, Peer, PeerState, make_peer
+from decode_node.peer import Peer, PeerState, make_peer
 from decode_node.peer_sources import PeerSources
 from decode_node.requirements import Requirements
+from decode_node.stranger import what_it_is
 from pdserve.engine.front import Rank
 from pdserve.engine.messages import ConnectPeer, DropPeer, FromTransport, PeerConnected, PeerUnusable
 from pdserve.engine.prefix_memory import prefix_hashes
@@ -44,11 +45,14 @@ class Assignment:
 class PeerTable:
     """Belongs to the front's event loop; `watch` runs for as long as the rank does."""
 
-    def __init__(self, entries: Iterable[str], mine: Requirements, rank: Rank, max_message_bytes: int) -> None:
-        """entries: as given to --prefill-peers, checked."""
+    def __init__(
+        self, entries: Iterable[str], mine: Requirements, rank: Rank, max_message_bytes: int, incarnation: str
+    ) -> None:
+        """entries: as given to --prefill-peers, checked. incarnation: of this node."""
         self._mine = mine
         self._rank = rank
         self._max_message_bytes = max_message_bytes
+        self._incarnation = incarnation
         self._sources = PeerSources(entries)
         self._connecting: dict[PeerId, asyncio.Future[None]] = {}
         self._by_id: dict[PeerId, Peer] = {}
@@ -193,6 +197,8 @@ class PeerTable:
                     raise PeerError(f"{peer.num_failures} calls to it in a row failed")
                 if health.is_serving:
                     await self._make_ready(peer)
+                elif not health.has_service:
+                    self._set_aside(peer, await what_it_is(peer.channel, self._incarnation))
                 elif health.is_serving is False:
                     self._set_aside(peer, PeerError("it is not serving: it starts, drains, or has lost its rank"))
                 await self._wait_for_news(peer, deaf)
@@ -217,11 +223,26 @@ class PeerTable:
             self._end_life(peer)
         if differences := self._mine.differences(description):
             raise PeerMismatch("; ".join(differences))
-        if peer.description is None:
+        if is_new := peer.description is None:
             await self._connect(peer, description)
-            log.info("prefill node %s is ready (incarnation %s)", peer.target, description.incarnation)
-        peer.state = PeerState.READY
+        if is_new or peer.is_loss_told:
+            what = "usable again" if peer.was_ready else "ready"
+            log.info("prefill node %s is %s (incarnation %s)", peer.target, what, description.incarnation)
+        self._wait_as_long_as_it_takes(peer, description.longest_chunk_s)
+        peer.state, peer.was_ready, peer.is_loss_told = PeerState.READY, True, False
         peer.looked_at.set()
+
+    def _wait_as_long_as_it_takes(self, peer: Peer, longest_chunk_s: float) -> None:
+        """A peer whose chunks take long, as on a busy machine, is no worse than none; said once in its life."""
+        peer.longest_chunk_s = longest_chunk_s
+        limit_s = self._mine.no_progress_s(longest_chunk_s)
+        if limit_s > self._mine.transfer_timeout_s and not peer.is_patience_told:
+            peer.is_patience_told = True
+            log.warning(
+                "prefill node %s takes up to %.3g s for a chunk: it may be without progress for %.3g s, "
+                "and not --transfer-timeout-s %g, as long as that is so; lower --chunked-prefill-size there",
+                *(peer.target, longest_chunk_s, limit_s, self._mine.transfer_timeout_s),
+            )
 
     async def _connect(self, peer: Peer, description: Description) -> None:
         """The transport learns the peer's memory and warms the pair; it answers in any case, it has a deadline."""
@@ -246,9 +267,12 @@ class PeerTable:
     def _set_aside(self, peer: Peer, error: PeerError) -> None:
         state = PeerState.MISMATCHED if isinstance(error, PeerMismatch) else PeerState.UNREACHABLE
         if (peer.state, peer.reason) != (state, error.message):
-            # Nodes start in any order: one that was never there is waited for, one that is lost is news.
-            level = logging.INFO if peer.reason == NEVER_CONNECTED else logging.WARNING
+            # Nodes start in any order: one that was never there is waited for. One that is lost, or will never fit, is
+            # news.
+            is_awaited = not peer.was_ready and state is not PeerState.MISMATCHED
+            level = logging.INFO if is_awaited else logging.WARNING
             log.log(level, "prefill node %s is not usable: %s", peer.target, error.message)
+            peer.is_loss_told = True
         peer.state, peer.reason = state, error.message
         peer.looked_at.set()
         self._sources.look_again()

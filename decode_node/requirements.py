@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pdserve.kv.layout import Fingerprint
 from pdserve.rpc.handoff import MIN_CHUNKS, Description
 
+# A peer that tells nothing new for this long stands still, however long it says its chunks take.
+MAX_NO_PROGRESS_S = 600.0
+
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """Of one decode node. transfer_timeout_s: how long a peer may tell nothing new."""
+    """Of one decode node. transfer_timeout_s: how long a peer may tell nothing new, if its chunks don't take longer."""
 
     fingerprint: Fingerprint
     transfer_timeout_s: float
@@ -18,16 +21,11 @@ class Requirements:
 
     def differences(self, peer: Description) -> tuple[str, ...]:
         """One text a field that keeps the two apart, naming the field and both values (ours first)."""
-        return (*self.fingerprint.differences(peer.fingerprint), *self._too_impatient(peer), *self._unhashed(peer))
+        return (*self.fingerprint.differences(peer.fingerprint), *self._unhashed(peer))
 
-    def _too_impatient(self, peer: Description) -> tuple[str, ...]:
-        needed_s = MIN_CHUNKS * peer.longest_chunk_s
-        if self.transfer_timeout_s >= needed_s:
-            return ()
-        return (
-            f"transfer_timeout_s: {self.transfer_timeout_s:g} here, the longest chunk took {peer.longest_chunk_s:g} s "
-            f"there; raise --transfer-timeout-s to {needed_s:.3g} here or lower --chunked-prefill-size there",
-        )
+    def no_progress_s(self, longest_chunk_s: float) -> float:
+        """How long a peer whose chunks take that long may tell nothing new."""
+        return max(self.transfer_timeout_s, min(MIN_CHUNKS * longest_chunk_s, MAX_NO_PROGRESS_S))
 
     def _unhashed(self, peer: Description) -> tuple[str, ...]:
         """A hash is of a whole block, so both ends must hold the same share of its heads."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -27,15 +28,16 @@ from pdserve.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NotReady,
+    PdserveError,
     PeerMismatch,
     PeerReplaced,
     ProtocolError,
     TransferFailed,
     named,
 )
+from pdserve.node.seldom import Seldom
 from pdserve.request import PREFILL_ONLY, LeaseId, RequestId, TokenRequest
 from pdserve.rpc.handoff import (
-    MIN_CHUNKS,
     Accepted,
     ChunkReady,
     Computing,
@@ -49,6 +51,7 @@ from pdserve.rpc.handoff import (
     RequestKey,
     Start,
     ToDecode,
+    life_s,
 )
 from pdserve.rpc.handoff_codec import (
     check_protocol,
@@ -60,6 +63,8 @@ from pdserve.rpc.handoff_codec import (
 from pdserve.v1 import handoff_pb2 as pb
 from pdserve.v1 import handoff_pb2_grpc
 from prefill_node.workload import Workload
+
+log = logging.getLogger(__name__)
 
 # How often D hears of a prompt that is queued or computing, when nothing else is said. The protocol says 2 at most.
 PROGRESS_S = 1.0
@@ -76,7 +81,8 @@ class Handoff:
     """One prompt on its way: what D was told so far.
 
     early_token: drawn before the lease was known here. The loop says the one and the transport thread the other, so
-    either may come first; D hears of the lease first.
+    either may come first; D hears of the lease first. is_left: D has not been told how it ended; if it goes now, it
+    leaves the prompt behind.
     """
 
     lease_id: LeaseId
@@ -87,6 +93,7 @@ class Handoff:
     first_token: FirstToken | None = None
     is_release_asked: bool = False
     is_over: bool = False
+    is_left: bool = True
     progress_due_s: float = field(default_factory=lambda: time.monotonic() + PROGRESS_S)
 
     @property
@@ -103,6 +110,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
     description: Description
     _queue: dict[LeaseId, None] = field(default_factory=dict)  # not yet accepted, in order of arrival
     _workload: Workload = field(init=False)
+    _left: Seldom = field(default_factory=lambda: Seldom(log, logging.INFO))
 
     def __post_init__(self) -> None:
         self._workload = Workload(self.description.num_blocks, self.description.fingerprint.block_size)
@@ -112,18 +120,14 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
         if isinstance(message, LeaseOpened | ChunkAnnounced | LeaseAnswer | LeaseGone):
             self.rank.deliver(RequestId(message.lease_id), message)
 
-    @property
-    def _life_s(self) -> float:
-        """How long the loop may say nothing and still count as alive: a long forward is no standstill."""
-        return max(self.description.lease_s / 3, MIN_CHUNKS * self.description.longest_chunk_s)
-
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         check_protocol(request)
         if self.rank.lost.is_set():
             raise NotReady(f"{self.rank.lost_reason}: another one starts")
         if request.known_incarnation != self.description.incarnation:
             self.rank.tell_transport(ExpectPeer())
-        answer = encode_description(self.description)
+        self.rank.ask_for_life()  # so that the next answer knows how long its rounds take by then
+        answer = encode_description(replace(self.description, longest_chunk_s=self.rank.longest_round_s))
         answer.load.CopyFrom(encode_load(self._workload.load))
         return answer
 
@@ -152,13 +156,24 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
                     num_done = len(start.prompt) if handoff.first_token is not None else handoff.num_tokens_done
                     self._workload.compute(handoff.lease_id, num_done)
                     yield self._with_load(encode_to_decode(said))
+        except PdserveError:
+            handoff.is_left = False
+            raise
         finally:
+            if handoff.is_left:
+                self._tell_left(handoff, len(start.prompt), context.peer())
             self._queue.pop(handoff.lease_id, None)
             self._workload.remove(handoff.lease_id)
             reader.cancel()
             # However the stream ended. A lease that was released, a request that is over, ignore this.
             self.rank.tell_transport(RevokeLease(handoff.lease_id, "the stream ended"))
             self.rank.close(request.request_id, is_over=False)
+
+    def _tell_left(self, handoff: Handoff, num_tokens: int, decode_node: str) -> None:
+        """Its client went, it gave up on us, or it is gone: all look the same from here."""
+        done = f"{handoff.num_tokens_done} of its {num_tokens} tokens were computed"
+        line = f"the decode node at {decode_node} left a prompt behind, {done}"
+        self._left.tell(line, f"by {decode_node}")
 
     def _with_load(self, message: pb.PrefillResponse) -> pb.PrefillResponse:
         message.load.CopyFrom(encode_load(self._workload.load))
@@ -216,7 +231,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
         """Nothing where the rank may stand still: D must not take the front's life for the rank's."""
         handoff.progress_due_s = time.monotonic() + PROGRESS_S
         self.rank.ask_for_life()
-        if not self.rank.has_shown_life(self._life_s):
+        if not self.rank.is_alive(life_s(self.description.lease_s, self.rank.longest_round_s)):
             return None
         computed = self.rank.num_tokens_computed
         if handoff.is_accepted:
@@ -240,15 +255,17 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
                 return None
             case Output():
                 handoff.first_token = _first_token(message)
+                # One that ends the answer is all D wants.
+                handoff.is_left = handoff.first_token.finish is None
                 return handoff.first_token
             case LeaseAnswer(valid=valid):
-                handoff.is_over = True
+                handoff.is_over, handoff.is_left = True, False
                 return Released(valid)
             case Renew() | Release():
                 self._on_lease_message(handoff, message)
                 return None
             case LeaseGone(reason=reason):
-                handoff.is_over = True
+                handoff.is_over, handoff.is_left = True, False
                 return HandoffAbort(reason)
             case HandoffAbort() | StreamClosed():
                 handoff.is_over = True

@@ -169,6 +169,14 @@ def test_one_fault_is_one_line_and_several_are_counted() -> None:
             "--prefill-peers host: must be HOST:PORT with a port of 1 to 65535",
         ),
         (
+            ["m", "--role", "decode", "--prefill-peers", ""],
+            "--prefill-peers '': an empty word names no node; give HOST:PORT, or leave the flag out",
+        ),
+        (
+            ["m", "--role", "decode", "--prefill-peers", "a:1,,b:2"],
+            "--prefill-peers '': an empty word names no node; give HOST:PORT, or leave the flag out",
+        ),
+        (
             ["m", "--role", "decode", "--prefill-peers", "dns:///p"],
             "--prefill-peers dns:///p: must be dns:///NAME:PORT with a port of 1 to 65535",
         ),

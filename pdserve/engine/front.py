@@ -102,6 +102,11 @@ class Rank:
         """Of prompts, as the loop said last."""
         return self._leader.num_tokens_computed
 
+    @property
+    def longest_round_s(self) -> float:
+        """Lately, as the loop said last; until it has, of its warm-up."""
+        return self._leader.longest_round_s
+
     def ask_for_life(self) -> None:
         """Of every member; see Member."""
         for member in self.members:
@@ -110,6 +115,10 @@ class Rank:
     def has_shown_life(self, within_s: float) -> bool:
         """Every member has; see Member."""
         return all(member.has_shown_life(within_s) for member in self.members)
+
+    def is_alive(self, within_s: float) -> bool:
+        """Every member is; see Member."""
+        return all(member.is_alive(within_s) for member in self.members)
 
     # ------------------------------------------------------------ messages in
 

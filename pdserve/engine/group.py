@@ -90,6 +90,7 @@ class InStep:
         self.others_compute = False
         self._num_rounds = 0
         self._num_idle_rounds = 0
+        self._num_prefill_rounds = 0
         self._gather_ns = 0
 
     def agree(self, row: GateRow, *, wants_round: bool) -> Sequence[GateRow]:
@@ -108,6 +109,7 @@ class InStep:
     def hear(self, lines: Sequence[Sequence[int]]) -> Sequence[GateRow]:
         """What all of them told, in rank order."""
         said = [_said(line) for line in lines]
+        self._num_prefill_rounds += any(one.row.num_extends for one in said)
         self.others_compute = any(one.row.num_tokens for rank, one in enumerate(said) if rank != self._rank)
         # Whoever has heard of a later wake may have work that came with it, which its row does not show yet.
         have_heard_the_same = len({one.last_wake for one in said}) == 1
@@ -126,9 +128,10 @@ class InStep:
         self.is_asleep = False
 
     def counters(self) -> dict[str, int]:
-        """Rounds of the group, those without rows of this rank, and the time it has waited in the gather."""
+        """The group's rounds: all, those with prefill anywhere, those without rows of this rank; time in the gather."""
         return {
             "group_rounds_total": self._num_rounds,
+            "group_prefill_rounds_total": self._num_prefill_rounds,
             "group_idle_rounds_total": self._num_idle_rounds,
             "group_gather_microseconds_total": self._gather_ns // 1000,
         }

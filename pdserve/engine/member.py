@@ -23,6 +23,7 @@ from pdserve.engine.messages import (
     ToRank,
     ToTransport,
 )
+from pdserve.engine.process_look import look_at
 from pdserve.errors import NotReady, StartupError
 
 log = logging.getLogger(__name__)
@@ -53,12 +54,16 @@ class Member:
         self.on_transport: Callable[[FromTransport], None] = lambda _: None
         self.on_lost: Callable[[str], None] = lambda _: None
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        # Whoever waited for it may have given up before it fails, and has said so.
+        self._ready.add_done_callback(lambda ready: ready.exception() if not ready.cancelled() else None)
         self._on_loading: OnLoading = lambda _: None
         self._process: RankProcess | None = None
         self._watcher: asyncio.Task[None] | None = None
         self.is_lost = False
         self.num_tokens_computed = 0  # of prompts, as the loop said last
-        self._last_life_s = monotonic()
+        self.longest_round_s = 0.0  # as the loop said last, of its warm-up first
+        self._last_life_s = self._last_work_s = monotonic()
+        self._cpu_s = 0.0
         self._is_asked_for_life = False
 
     # ------------------------------------------------------------ start and end
@@ -136,10 +141,14 @@ class Member:
             case Pong():
                 self._is_asked_for_life = False
                 self.num_tokens_computed = message.num_tokens_computed
+                self.longest_round_s = message.longest_round_s
             case Ready():
-                self._ready.set_result(message)
+                self.longest_round_s = message.longest_chunk_s
+                if not self._ready.done():
+                    self._ready.set_result(message)
             case StartFailed():
-                self._ready.set_exception(StartupError(message.message))
+                if not self._ready.done():
+                    self._ready.set_exception(StartupError(message.message))
             case Loading():
                 self._on_loading(message)
             case _:
@@ -167,3 +176,16 @@ class Member:
     def has_shown_life(self, within_s: float) -> bool:
         """The loop was heard no longer ago. Whoever relies on this calls `ask_for_life` more often than that."""
         return monotonic() - self._last_life_s <= within_s
+
+    def is_alive(self, within_s: float) -> bool:
+        """It has shown life, or its thread was seen to compute, no longer ago; at once no more when it is stopped.
+
+        The first round that takes far longer than any before it, on a machine that is suddenly busy, is told from a
+        standstill by this. What computes and never ends is for those to find who wait for its results.
+        """
+        look = look_at(self._process.pid) if self._process is not None else None
+        if look is not None and look.is_stopped:
+            return False
+        if look is not None and look.cpu_s > self._cpu_s:
+            self._cpu_s, self._last_work_s = look.cpu_s, monotonic()
+        return self.has_shown_life(within_s) or monotonic() - self._last_work_s <= within_s

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.kv.head_ranges import BlockMap
 from pdserve.kv.layout import Fingerprint
 from pdserve.request import (
     BlockId,
@@ -166,9 +167,10 @@ class LoadReport(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """The loop goes round. num_tokens_computed: of prompts, since its start."""
+    """The loop goes round. num_tokens_computed: of prompts, since its start. longest_round_s: see engine/pace.py."""
 
     num_tokens_computed: int
+    longest_round_s: float = 0.0
 
 
 class AskForWake(Message, frozen=True):
@@ -181,10 +183,14 @@ FromRank = Loading | StartFailed | Ready | Outputs | Reserved | ReservationTaken
 
 
 class ConnectPeer(Message, frozen=True):
-    """Learn a peer's memory; answered by PeerConnected or PeerUnusable."""
+    """Learn the memory of one rank of a peer; answered by PeerConnected or PeerUnusable.
+
+    block_map: what is read of its blocks, where it splits the heads over ranks otherwise than we do.
+    """
 
     peer: PeerId
     metadata: bytes
+    block_map: BlockMap | None = None
 
 
 class DropPeer(Message, frozen=True):
@@ -198,14 +204,17 @@ class ExpectPeer(Message, frozen=True):
 
 
 class PullChunk(Message, frozen=True):
-    """The peer announced prompt tokens [first_token, end_token) in `blocks`. block_hashes: one a block, or none."""
+    """A rank of the peer announced prompt tokens [first_token, end_token) in `blocks`. block_hashes: one a block, or
+    none. sources: the peer's ranks that this one reads from for this transfer, the announcing one among them.
+    """
 
     transfer_id: TransferId
-    peer: PeerId
+    rank: int
     seq: int
     first_token: int
     end_token: int
     blocks: tuple[BlockId, ...]
+    sources: tuple[tuple[int, PeerId], ...]
     block_hashes: tuple[int, ...] = ()
 
 

@@ -92,15 +92,17 @@ class Pulling:
         self._unsourced[command.transfer_id] = command
 
     def chunk(self, chunk: PullChunk) -> None:
-        """The first one says which peer it is."""
+        """The first one says which ranks of which peer it is."""
         opened = self._unsourced.pop(chunk.transfer_id, None)
         if opened is not None:
-            source = PullSource(0, chunk.peer, self._peer_blocks.get(chunk.peer, 0))
+            sources = [PullSource(rank, peer, self._peer_blocks.get(peer, 0)) for rank, peer in chunk.sources]
             self._pulls.open(
-                opened.transfer_id, [source], opened.num_cached_tokens, opened.num_prompt_tokens, opened.destinations
+                opened.transfer_id, sources, opened.num_cached_tokens, opened.num_prompt_tokens, opened.destinations
             )
         try:
-            reads = self._pulls.chunk(chunk.transfer_id, 0, chunk.seq, chunk.first_token, chunk.end_token, chunk.blocks)
+            reads = self._pulls.chunk(
+                chunk.transfer_id, chunk.rank, chunk.seq, chunk.first_token, chunk.end_token, chunk.blocks
+            )
             for read in reads:
                 self._submit(read)
                 if self._checksums is not None:

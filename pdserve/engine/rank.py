@@ -7,6 +7,7 @@ receive ─▶ plan ─▶ agree with the group ─▶ execute (one forward, sam
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
@@ -40,6 +41,7 @@ from pdserve.engine.messages import (
     TransferAccepted,
     Wake,
 )
+from pdserve.engine.pace import Pace
 from pdserve.engine.tiers import HostTierLink
 from pdserve.errors import PdserveError
 from pdserve.model.runner import ModelRunner, RoundResult
@@ -116,8 +118,11 @@ class RankLoop:
         gate: PrefillGate | None = None,
         group: Group | None = None,
         rank: int = 0,
+        warm_up_s: float = 0.0,
     ) -> None:
+        """warm_up_s: the longest round of the warm-up."""
         self._rank = rank
+        self.pace = Pace(warm_up_s, scheduler.config.max_scheduled_tokens)
         self._scheduler = scheduler
         self._group: Group = group or Lone()
         self._gating = Gating(scheduler, gate)
@@ -151,13 +156,19 @@ class RankLoop:
         self._announce_plan(plan)
         copied = self._move_between_tiers(plan)
         if plan.batch_size:
-            result = self._runner.execute(plan)
+            result = self._timed(plan)
             self._collect_prompt_logprobs(result)
             self._carry_out(self._scheduler.advance([StepDone(plan.round_id, result.tokens)]), result)
         elif self._group.others_compute:
             self._runner.idle()
         self._advance_links(copied)
         self._flush()
+
+    def _timed(self, plan: RoundPlan) -> RoundResult:
+        start_s = time.monotonic()
+        result = self._runner.execute(plan)
+        self.pace.observe(sum(row.end - row.start for row in plan.prefill), time.monotonic() - start_s)
+        return result
 
     def _move_between_tiers(self, plan: RoundPlan) -> list[Event]:
         """Make the copies that the forward relies on, start what may run beside it."""
@@ -202,7 +213,7 @@ class RankLoop:
             case AskLoad():
                 self._on_ask_load(message)
             case Ping():
-                self._front.send(Pong(self._scheduler.counters.prompt_tokens_computed))
+                self._front.send(Pong(self._scheduler.counters.prompt_tokens_computed, self.pace.longest_s))
             case Wake():
                 self._group.on_wake(message.number)
             case Stop():

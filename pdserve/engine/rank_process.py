@@ -11,6 +11,7 @@ from pdserve.engine.building import build
 from pdserve.engine.channel import RankChannel
 from pdserve.engine.launch import RankSpec, read_spec
 from pdserve.engine.messages import FromRank, StartFailed, ToRank
+from pdserve.engine.rank import RankLoop
 from pdserve.errors import StartupError
 from pdserve.telemetry import configure_logging
 
@@ -38,6 +39,8 @@ def _run(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> int:
     except MemoryError:
         front.send(StartFailed("out of memory while loading: lower --num-kv-blocks or --kv-memory-fraction"))
         return 2
+    if isinstance(loop := rank.loop, RankLoop):
+        signal.signal(signal.SIGCONT, lambda *_: loop.pace.excuse())
     front.send(rank.ready)
     rank.loop.run()
     rank.close()

@@ -241,7 +241,7 @@ class TransportThread:
         match message:
             case ConnectPeer():
                 self._connecting.add(message.peer)
-                self._transport.submit(Connect(message.peer, message.metadata))
+                self._transport.submit(Connect(message.peer, message.metadata, message.block_map))
             case DropPeer():
                 self._transport.submit(CutPeer(message.peer))
             case ExpectPeer():

@@ -24,6 +24,11 @@ MIN_PROTOCOL_VERSION = 1
 MIN_CHUNKS = 3
 
 
+def life_s(lease_s: float, longest_chunk_s: float) -> float:
+    """How long a rank's loop may say nothing and still count as alive: a long forward is no standstill."""
+    return max(lease_s / 3, MIN_CHUNKS * longest_chunk_s)
+
+
 def protocol_difference(newest: int, oldest: int) -> str | None:
     """What is wrong with a node that speaks versions [oldest, newest]; nothing where one of them is ours too."""
     if oldest <= PROTOCOL_VERSION and newest >= MIN_PROTOCOL_VERSION:
@@ -39,8 +44,8 @@ class Description:
     """A prefill node: who it is, and what its memory looks like.
 
     incarnation: another one after each start. rank_metadata: what a transport needs to read from each rank.
-    num_blocks, num_slots: of one rank. longest_chunk_s: the longest forward of its warm-up. kv_checksum: its chunks
-    come with a hash a block.
+    num_blocks, num_slots: of one rank. longest_chunk_s: of its forwards lately, of its warm-up at first. kv_checksum:
+    its chunks come with a hash a block.
     """
 
     incarnation: str

@@ -17,7 +17,8 @@ class World:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.patience = Patience(NO_PROGRESS_S, SILENCE_S, clock=lambda: self.now_s)
+        self.no_progress_s = NO_PROGRESS_S
+        self.patience = Patience(lambda: self.no_progress_s, SILENCE_S, clock=lambda: self.now_s)
 
     def hear(self, *said: ToDecode, every_s: float = 1.0) -> str | None:
         """Why the peer was given up, if it was."""
@@ -82,3 +83,21 @@ def test_a_peer_that_has_confirmed_has_nothing_more_to_say(world: World) -> None
     assert world.patience.why_over() is None
     world.now_s += 1
     assert world.patience.why_over() == "no progress for 60 s"
+
+
+def test_a_peer_whose_chunks_turn_out_to_take_longer_is_given_that_time_at_once(world: World) -> None:
+    assert world.hear(*[Computing(128, 700)] * 59) is None
+    world.no_progress_s = 84.0
+    assert world.hear(*[Computing(128, 700)] * 25) is None
+    assert world.hear(Computing(128, 700)) == "no progress for 84 s"
+
+
+def test_time_in_which_we_ourselves_did_not_run_is_not_held_against_the_peer(world: World) -> None:
+    """What it said meanwhile is still to be read."""
+    world.hear(Queued(0))
+    world.now_s += 30.0
+    world.patience.on_own_pause()
+    assert world.patience.why_over() is None
+    assert world.patience.ends_s == world.now_s + SILENCE_S
+    world.now_s += SILENCE_S
+    assert world.patience.why_over() == "not a word for 8 s"

@@ -32,9 +32,8 @@ def test_a_file_lists_addresses_each_once() -> None:
     assert parse_peers(f"peers:\n  - {ONE}\n  - {OTHER}\n") == (ONE, OTHER)
 
 
-@pytest.mark.parametrize("text", ["", "# none yet\n", "peers:\n", "peers: []\n"])
-def test_a_file_may_list_nobody(text: str) -> None:
-    assert parse_peers(text) == ()
+def test_a_file_may_list_nobody() -> None:
+    assert parse_peers("# none yet\npeers: []\n") == ()
 
 
 @pytest.mark.parametrize(
@@ -43,6 +42,9 @@ def test_a_file_may_list_nobody(text: str) -> None:
         ("peers:\n  - a:1\n  - b\n", "line 3: b must be HOST:PORT"),
         ("peers:\n  - a:70000\n", "line 2: a:70000 must be HOST:PORT with a port of 1 to 65535"),
         ("peers:\n  - a:1\n  - [b:2]\n", "line 3: this entry must be HOST:PORT"),
+        ("", "is empty; `peers: []` is how it lists nobody"),
+        ("# none yet\n", "is empty; `peers: []` is how it lists nobody"),
+        ("peers:\n", "line 1: peers must be a list of HOST:PORT, [] for nobody"),
         ("# who\npeers: a:1\n", "line 2: peers must be a list of HOST:PORT"),
         ("nodes: [a:1]\n", "line 1: must hold `peers:`"),
         ("peers: [a:1]\nmore: 1\n", "line 1: must hold `peers:`"),
@@ -118,6 +120,25 @@ def test_a_broken_or_removed_file_keeps_the_last_good_list_and_says_so_once(
     path.write_text(f"peers: [{OTHER}]")
     source.look(told)
     assert told.lists == [(ONE,), (OTHER,)]
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# who\n", "peers:\n"])
+def test_a_file_that_is_emptied_before_it_is_written_drops_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    path, told = tmp_path / "peers.yaml", Told()
+    source = FileSource(path)
+    path.write_text(f"peers: [{ONE}]")
+    source.look(told)
+    path.write_text(text)
+    source.look(told)
+    assert told.lists == [(ONE,)]
+    assert [
+        (record.levelname, record.getMessage().endswith("the peers read before stay (1)")) for record in caplog.records
+    ] == [("WARNING", True)]
+    path.write_text("peers: []")
+    source.look(told)
+    assert told.lists == [(ONE,), ()]
 
 
 # ---------------------------------------------------------------- a name service

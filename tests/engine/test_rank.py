@@ -53,11 +53,21 @@ def test_prompt_log_probabilities_come_with_the_first_token_alone(loop: Loop) ->
 
 def test_a_loop_answers_between_rounds_with_the_prompt_tokens_it_has_computed(loop: Loop) -> None:
     loop.front.send(Ping())
-    assert loop.front.hear(Pong) == Pong(0)
+    assert loop.front.hear(Pong).num_tokens_computed == 0
     loop.submit("a", [1] * 200, 3)
     loop.until_over("a")
     loop.front.send(Ping())
-    assert loop.front.hear(Pong) == Pong(200)
+    assert loop.front.hear(Pong).num_tokens_computed == 200
+
+
+def test_a_loop_tells_the_longest_round_of_its_warm_up_until_it_has_seen_a_real_one(sockets: Path) -> None:
+    with running(sockets, Size(longest_chunk_s=1e6)) as loop:
+        loop.front.send(Ping())
+        assert loop.front.hear(Pong).longest_round_s == 1e6
+        loop.submit("a", [1] * 200, 3)
+        loop.until_over("a")
+        loop.front.send(Ping())
+        assert 0 < loop.front.hear(Pong).longest_round_s < 1e6
 
 
 def test_a_loop_in_a_forward_answers_nothing_until_it_is_through(loop: Loop) -> None:
@@ -67,7 +77,7 @@ def test_a_loop_in_a_forward_answers_nothing_until_it_is_through(loop: Loop) -> 
     loop.front.send(Ping())
     assert not any(isinstance(message, Pong) for message in loop.front.seen)
     loop.inside.runner.release()
-    assert loop.front.hear(Pong) == Pong(20), "it was answered after the forward that it waited for"
+    assert loop.front.hear(Pong).num_tokens_computed == 20, "it was answered after the forward that it waited for"
 
 
 REFUSED = {

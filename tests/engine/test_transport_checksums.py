@@ -33,7 +33,7 @@ def harness(sockets: Path) -> Iterator[Harness]:
 
 def hashed_chunk(harness: Harness, seq: int, first: int, end: int, *blocks: int, wrong: bool = False) -> PullChunk:
     hashes = tuple(block_hash(harness.there[block]) ^ wrong for block in blocks)
-    return PullChunk(TRANSFER, PEER, seq, first, end, tuple(BlockId(block) for block in blocks), hashes)
+    return PullChunk(TRANSFER, 0, seq, first, end, tuple(BlockId(block) for block in blocks), ((0, PEER),), hashes)
 
 
 def test_blocks_are_announced_with_their_hashes_in_order(harness: Harness) -> None:
@@ -81,6 +81,6 @@ def test_a_pull_that_brought_other_bytes_is_broken_and_never_finished(
 def test_a_chunk_without_hashes_breaks_the_pull(harness: Harness) -> None:
     harness.connect()
     harness.open_pull()
-    harness.front.send(PullChunk(TRANSFER, PEER, 0, 0, 8, (BlockId(3), BlockId(4))))
+    harness.front.send(PullChunk(TRANSFER, 0, 0, 0, 8, (BlockId(3), BlockId(4)), ((0, PEER),)))
     assert "came with 0 block_hashes" in harness.front.hear(PullBroken).reason
     assert harness.event() == KvQuiet(TRANSFER)

@@ -139,7 +139,7 @@ def running(sockets: Path, *, has_checksums: bool = False, **times: float) -> It
 
 
 def chunk(seq: int, first: int, end: int, *blocks: int, peer: PeerId = PEER) -> PullChunk:
-    return PullChunk(TRANSFER, peer, seq, first, end, tuple(BlockId(block) for block in blocks))
+    return PullChunk(TRANSFER, 0, seq, first, end, tuple(BlockId(block) for block in blocks), ((0, peer),))
 
 
 # ---------------------------------------------------------------- leases

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -20,16 +21,18 @@ from pdserve.engine.messages import (
     FromTransport,
     LeaseOpened,
     Output,
+    Ping,
     Pong,
     Ready,
     Submit,
     ToRank,
     ToTransport,
 )
+from pdserve.errors import NotReady
 from pdserve.kv.layout import Fingerprint
-from pdserve.request import BlockId, LeaseId, RequestId, SamplingParams
+from pdserve.request import BlockId, FinishReason, LeaseId, RequestId, SamplingParams
 from pdserve.rpc.handoff import Accepted, ChunkReady, Computing, Description, FirstToken, Renew, RequestKey, Start
-from pdserve.rpc.handoff_codec import decode_to_decode, encode_to_prefill
+from pdserve.rpc.handoff_codec import decode_description, decode_to_decode, encode_describe, encode_to_prefill
 from pdserve.v1 import handoff_pb2 as pb
 from prefill_node import service
 from prefill_node.service import Handoff, HandoffServicer
@@ -46,6 +49,14 @@ class ByHand:
     rank: Rank
     loop: RankChannel[ToRank, FromRank]
     transport: RankChannel[ToTransport, FromTransport]
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not is_so():  # noqa: ASYNC110 - nothing would set an event for it
+                await asyncio.sleep(0)
+
+    async def asked_for_life(self) -> None:
+        await self.until(lambda: any(isinstance(message, Ping) for message in self.loop.receive_all()))
 
     async def submitted(self) -> RequestId:
         """What the rank is to call the request that came."""
@@ -76,6 +87,16 @@ async def by_hand() -> AsyncIterator[ByHand]:
         await hand.rank.stop()
 
 
+class Context:
+    """As much of gRPC's as is asked for."""
+
+    def peer(self) -> str:
+        return "ipv4:10.0.0.9:4711"
+
+
+CONTEXT: Any = Context()
+
+
 async def start_alone() -> AsyncIterator[pb.PrefillRequest]:
     key = RequestKey("decode-life", RequestId("r"), attempt=0)
     yield encode_to_prefill(Start("life-1", key, 0, (1, 2, 3), SamplingParams(4), 0, FINGERPRINT))
@@ -91,7 +112,7 @@ async def requests() -> AsyncIterator[pb.PrefillRequest]:
 async def test_the_lease_is_told_before_the_first_token_whichever_came_first(by_hand: ByHand) -> None:
     """The token comes from the loop and the lease from the transport thread, by sockets of their own."""
     servicer = HandoffServicer(by_hand.rank, P)
-    async with aclosing(servicer.Prefill(requests(), None)) as responses:  # type: ignore[arg-type]
+    async with aclosing(servicer.Prefill(requests(), CONTEXT)) as responses:
         first = asyncio.ensure_future(anext(responses))
         request_id = await by_hand.submitted()
         lease = LeaseId(request_id)
@@ -107,8 +128,10 @@ async def test_the_lease_is_told_before_the_first_token_whichever_came_first(by_
 async def test_a_prefill_node_tells_of_progress_for_as_long_as_its_loop_shows_life(
     by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk of its longest may pass without a word; three of them may not."""
-    servicer = HandoffServicer(by_hand.rank, replace(P, longest_chunk_s=20.0))
+    """A round of its longest may pass without a word; three of them may not."""
+    servicer = HandoffServicer(by_hand.rank, P)
+    by_hand.loop.send(Pong(0, longest_round_s=20.0))
+    await by_hand.until(lambda: by_hand.rank.longest_round_s == 20.0)
     handoff = Handoff(LeaseId("a"), is_accepted=True, num_tokens_done=64)
     later_s = 0.0
     monkeypatch.setattr(member, "monotonic", lambda: time.monotonic() + later_s)
@@ -149,7 +172,55 @@ async def test_what_decode_says_does_not_keep_a_prefill_node_from_telling_of_pro
             yield encode_to_prefill(Renew(lease))
             await asyncio.sleep(0)
 
-    async with aclosing(servicer.Prefill(renewing(), None)) as responses:  # type: ignore[arg-type]
+    async with aclosing(servicer.Prefill(renewing(), CONTEXT)) as responses:
         async with asyncio.timeout(LIMIT_S):
             said = [decode_to_decode(await anext(responses)) for _ in range(4)]
     assert [type(message) for message in said] == [Accepted, Computing, Computing, Computing]
+
+
+async def test_describe_tells_how_long_a_chunk_takes_now_and_not_what_the_warm_up_said(by_hand: ByHand) -> None:
+    """A start on a busy machine is not held against the node for good."""
+    servicer = HandoffServicer(by_hand.rank, replace(P, longest_chunk_s=28.0))
+    by_hand.rank.members[0].longest_round_s = 28.0
+    assert decode_description(await servicer.Describe(encode_describe(), CONTEXT)).longest_chunk_s == 28.0
+    by_hand.loop.send(Pong(512, longest_round_s=0.5))
+    await by_hand.until(lambda: by_hand.rank.longest_round_s == 0.5)
+    assert decode_description(await servicer.Describe(encode_describe(), CONTEXT)).longest_chunk_s == 0.5
+    await by_hand.asked_for_life()
+
+
+async def test_prompts_that_a_decode_node_leaves_behind_are_told_in_a_few_lines(
+    by_hand: ByHand, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "prefill_node")
+    servicer = HandoffServicer(by_hand.rank, P)
+    for _ in range(3):
+        responses = servicer.Prefill(requests(), CONTEXT)
+        first = asyncio.ensure_future(anext(responses))
+        await by_hand.submitted()
+        first.cancel()
+        await asyncio.wait([first])
+        await responses.aclose()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "the decode node at ipv4:10.0.0.9:4711 left a prompt behind, 0 of its 3 tokens were computed")
+    ]
+    servicer._left._sum_up()
+    assert caplog.records[-1].getMessage().startswith("2 more within 1 s (by ipv4:10.0.0.9:4711 2); the last: ")
+
+
+async def test_a_prompt_that_ended_with_its_first_token_or_with_an_error_was_not_left_behind(
+    by_hand: ByHand, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "prefill_node")
+    servicer = HandoffServicer(by_hand.rank, P)
+    for output in (Output(RequestId(""), (5,), finish=FinishReason.STOP), Output(RequestId(""), error_name="NotReady")):
+        async with aclosing(servicer.Prefill(requests(), CONTEXT)) as responses:
+            first = asyncio.ensure_future(anext(responses))
+            request_id = await by_hand.submitted()
+            by_hand.rank.deliver(request_id, LeaseOpened(LeaseId(request_id)))
+            async with asyncio.timeout(LIMIT_S):
+                await first
+                by_hand.rank.deliver(request_id, output)
+                with suppress(NotReady):
+                    await anext(responses)
+    assert caplog.records == []

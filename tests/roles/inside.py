@@ -213,7 +213,9 @@ class RankThread:
         metadata = transport.start() if transport else b""
         self.tiers = self._tiers() if self.size.num_host_blocks else None
         gate = PrefillGate(*self.size.gate) if self.size.gate else None
-        self.loop = RankLoop(self.scheduler, self.runner, front, (EOS,), transport, self.tiers, gate)
+        self.loop = RankLoop(
+            self.scheduler, self.runner, front, (EOS,), transport, self.tiers, gate, warm_up_s=self.size.longest_chunk_s
+        )
         front.send(
             Ready(
                 num_blocks=self.size.num_blocks,

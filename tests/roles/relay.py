@@ -48,13 +48,14 @@ class Relay(handoff_pb2_grpc.HandoffServicer):
     """change: what becomes of each message from P to D; an exception breaks the stream there.
 
     is_deaf_to: what D says of this kind is lost. is_deaf: nothing D says is even read. redescribe: what becomes of P's
-    description. reask: what P is asked instead of D's question.
+    description. reask: what P is asked instead of D's question. is_quiet: who asks for a description hears nothing.
     """
 
     def __init__(self, target: str, journal: Journal) -> None:
         self.change: ToDecodeChange = lambda said: [said]
         self.is_deaf_to: type[ToPrefill] | None = None
         self.is_deaf = False
+        self.is_quiet = False
         self.max_prompt_tokens: int | None = None
         self.redescribe: Callable[[pb.DescribeResponse], None] = lambda _: None
         self.reask: Callable[[pb.DescribeRequest], pb.DescribeRequest] = lambda request: request
@@ -64,6 +65,8 @@ class Relay(handoff_pb2_grpc.HandoffServicer):
         self._stub = stub_of(self._channel)
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
+        if self.is_quiet:
+            await asyncio.Event().wait()
         try:
             described = await self._stub.Describe(self.reask(request))
         except grpc.aio.AioRpcError as error:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from decode_node import peer_sources
+from decode_node import peer, peer_sources, peers
+from decode_node.words import QUIET
 from pdserve.client.types import Answer
 from pdserve.config import DecodeFallback, Role
 from pdserve.engine.messages import LeaseOpened, PeerConnected
@@ -150,6 +151,78 @@ async def test_a_prefill_node_that_lost_its_rank_is_passed_over_until_it_serves_
     await settle(decode, prefill)
 
 
+# ---------------------------------------------------------------- what the log says of them
+
+
+def told_of(caplog: pytest.LogCaptureFixture, target: str) -> list[tuple[str, str]]:
+    """(level, what) of each line of the table of peers."""
+    start = f"prefill node {target} is "
+    records = [record for record in caplog.records if record.name == "decode_node.peers"]
+    lines = [(record.levelname, record.getMessage()) for record in records]
+    return [(level, line.removeprefix(start)) for level, line in lines if line.startswith(start)]
+
+
+async def test_a_peer_that_goes_quiet_is_told_in_plain_words_and_so_is_its_return(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "decode_node")
+    monkeypatch.setattr(peers, "CHECK_S", 0.02)
+    monkeypatch.setattr(peer, "DESCRIBE_TIMEOUT_S", 0.1)
+    prefill = await nodes.start_prefill()
+    async with relay_to(prefill, nodes.journal) as relay:
+        decode = await nodes.decode_of(relay.address)
+        relay.is_quiet = True
+        await until_ready(decode, num_peers=0)
+        relay.is_quiet = False
+        monkeypatch.setattr(peer, "DESCRIBE_TIMEOUT_S", LIMIT_S)
+        await until_ready(decode)
+        life = f"(incarnation life-of-{prefill.name})"
+        assert told_of(caplog, relay.address) == [
+            ("INFO", f"ready {life}"),
+            ("WARNING", f"not usable: {QUIET}"),
+            ("INFO", f"usable again {life}"),
+        ]
+        await settle(decode, prefill)
+        await decode.stop()
+
+
+async def test_a_peer_that_does_not_match_is_a_warning_when_they_meet_and_no_news_for_each_request(
+    nodes: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "decode_node")
+    prefill = await nodes.start_prefill(Size(model_revision="r1"))
+    decode = await nodes.start(Role.DECODE, prefill_peers=(prefill.address,))
+    await until(lambda: bool(told_of(caplog, prefill.address)))
+    for number in range(3):
+        assert (await ask(decode, prompt_of(40 + number))).placement == "local;reason=peer_mismatch"
+    ((level, line),) = told_of(caplog, prefill.address)
+    assert (level, "model_revision: 'r0' here, 'r1' there" in line) == ("WARNING", True)
+    assert (await decode.counters())["decode_fallback_total:peer_mismatch"] == 3
+    await settle(decode, prefill)
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.FUSED])
+async def test_a_peer_that_is_no_prefill_node_is_called_what_it_is(
+    nodes: Cluster, caplog: pytest.LogCaptureFixture, role: Role
+) -> None:
+    other = await nodes.start(role)
+    await nodes.start(Role.DECODE, prefill_peers=(other.address,))
+    await until(lambda: bool(told_of(caplog, other.address)))
+    told = f"not usable: it is a {role} node: name prefill nodes in --prefill-peers"
+    assert told_of(caplog, other.address) == [("WARNING", told)]
+
+
+async def test_a_decode_node_that_is_its_own_peer_is_told_so(
+    nodes: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "peers.yaml"
+    decode = await nodes.start(Role.DECODE, prefill_peers=(f"file://{path}",))
+    write_peers(path, decode)
+    await until(lambda: bool(told_of(caplog, decode.address)))
+    told = "not usable: it is this node itself, a decode node: name prefill nodes in --prefill-peers"
+    assert told_of(caplog, decode.address) == [("WARNING", told)]
+
+
 # ---------------------------------------------------------------- which one
 
 
@@ -202,12 +275,17 @@ def breaks_before_the_first_token(said: ToDecode) -> list[Passed]:
     return [TransferFailed("broken by the test")] if isinstance(said, FirstToken) else [said]
 
 
-async def test_a_prompt_that_failed_before_its_first_token_is_tried_at_another_peer(nodes: Cluster) -> None:
+async def test_a_prompt_that_failed_before_its_first_token_is_tried_at_another_peer_and_that_is_told(
+    nodes: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     broken, sound = await nodes.start_prefill(), await nodes.start_prefill()
     async with relay_to(broken, nodes.journal) as relay:
         relay.change = breaks_before_the_first_token
         decode = await nodes.decode_of(relay.address, sound.address)
-        assert (await ask(decode, PROMPT)).placement == remote(sound)
+        assert (await ask(decode, PROMPT)).placement == f"{remote(sound)};attempt=2"
+        told = [record.getMessage() for record in caplog.records if record.name == "decode_node.fallbacks"]
+        assert len(told) == 1
+        assert f" at {sound.address} after {relay.address} failed with it: " in told[0]
         counters = await decode.counters()
         assert (counters["remote_prefill_retries_total"], counters["decode_fallback_total"]) == (1, 0)
         assert counters["prompt_tokens_computed"] == 0
@@ -241,7 +319,7 @@ async def test_a_peer_without_room_sends_the_prompt_to_another_and_stays_in_use(
     async with relay_to(busy, nodes.journal) as relay:
         relay.change = full
         decode = await nodes.decode_of(relay.address, other.address)
-        assert (await ask(decode, PROMPT)).placement == remote(other)
+        assert (await ask(decode, PROMPT)).placement == f"{remote(other)};attempt=2"
         assert (await decode.counters())["num_ready_peers"] == 2
         await settle(decode, busy, other)
         await decode.stop()
@@ -270,7 +348,7 @@ async def test_a_start_to_a_former_life_is_tried_again_at_the_present_one(nodes:
         refusals = iter([[PeerReplaced("another incarnation")]])
         relay.change = lambda said: next(refusals, [said]) if isinstance(said, Accepted) else [said]
         decode = await nodes.decode_of(relay.address)
-        assert (await ask(decode, PROMPT)).placement == remote(relay)
+        assert (await ask(decode, PROMPT)).placement == f"{remote(relay)};attempt=2"
         counters = await decode.counters()
         assert (counters["remote_prefill_retries_total"], counters["decode_fallback_total"]) == (1, 0)
         await settle(decode, prefill)

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import grpc
 import pytest
 
+from decode_node import peers
 from pdserve.config import DecodeFallback, Role
 from pdserve.errors import PdserveError
 from pdserve.rpc import handoff
 from pdserve.v1 import handoff_pb2 as pb
-from tests.roles.cluster import Cluster, Node, ask, prompt_of, settle, until_ready
+from tests.roles.cluster import Cluster, Node, ask, prompt_of, settle, until, until_ready
 from tests.roles.inside import CHUNK, Size
 from tests.roles.relay import decode_by_hand, relay_to
 
@@ -77,13 +78,25 @@ async def test_a_decode_node_tells_its_callers_that_its_peer_refused_its_version
         await decode.stop()
 
 
-async def test_a_deadline_below_three_of_the_peers_chunks_is_refused_with_both_values(nodes: Cluster) -> None:
-    prefill = await nodes.start_prefill(Size(longest_chunk_s=2.0))
-    decode = await nodes.start(
-        Role.DECODE, prefill_peers=(prefill.address,), decode_fallback=DecodeFallback.FAIL, transfer_timeout_s=5.0
-    )
-    message = await refusal_of(decode, "transfer_timeout_s")
-    assert "transfer_timeout_s: 5 here, the longest chunk took 2 s there; raise --transfer-timeout-s to 6" in message
-    await decode.stop()
-    patient = await nodes.decode_of(prefill.address, transfer_timeout_s=6.0)
-    await settle(prefill, patient)
+async def test_a_peer_whose_chunks_take_longer_than_the_deadline_allows_is_used_and_waited_for(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peers, "CHECK_S", 0.02)
+    prefill = await nodes.start_prefill(Size(longest_chunk_s=28.2))
+    async with relay_to(prefill, nodes.journal) as relay:
+        num_described = 0
+
+        def count(_: object) -> None:
+            nonlocal num_described
+            num_described += 1
+
+        relay.redescribe = count
+        decode = await nodes.decode_of(relay.address, transfer_timeout_s=60.0)
+        await until(lambda: num_described >= 3)
+        told = [record for record in caplog.records if "takes up to" in record.getMessage()]
+        assert [record.levelname for record in told] == ["WARNING"]
+        assert f"prefill node {relay.address} takes up to 28.2 s for a chunk" in told[0].getMessage()
+        assert "without progress for 84.6 s, and not --transfer-timeout-s 60," in told[0].getMessage()
+        assert (await ask(decode, prompt_of(200))).placement == f"remote;peer={relay.address}"
+        await settle(prefill, decode)
+        await decode.stop()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from pdserve.bench.data_channel import data_channel_cut
 from tests.system.conftest import TRANSPORTS
-from tests.system.control import Asking
-from tests.system.matrix import NUM_NEW, Watched, assert_pair_works, new_prompt, watched_pair
+from tests.system.control import Asking, stopped
+from tests.system.matrix import LONG, NUM_NEW, Watched, assert_pair_works, new_prompt, watched_pair
 from tests.system.nodes import Node, Nodes, wait_until_connected
 
 pytestmark = pytest.mark.system
@@ -28,11 +29,14 @@ def watched(quick_nodes: Nodes) -> Iterator[Watched]:
 def test_kv_that_no_longer_comes_through_costs_no_answer_and_no_block_and_the_pair_mends(
     watched: Watched, whole: Node
 ) -> None:
-    prompt = new_prompt()
+    prompt = new_prompt(3 * LONG)  # far from its end when the cut is in force, however late this test comes to its turn
     before = watched.control.count("chunk_ready")
+    rank_pid = watched.prefill.rank_pid
     asking = Asking(watched.decode, prompt, NUM_NEW)
     watched.control.wait_for("chunk_ready", before + 2)
-    with data_channel_cut(watched.prefill.rank_pid, watched.decode.rank_pid):
+    with ExitStack() as cut:
+        with stopped(rank_pid):
+            cut.enter_context(data_channel_cut(rank_pid, watched.decode.rank_pid))
         answer = asking.result()
         assert answer.token_ids == whole.ask(prompt, NUM_NEW).token_ids
         assert answer.placement.startswith("local;reason=")

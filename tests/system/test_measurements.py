@@ -12,8 +12,8 @@ from pdserve.bench.calibration.measure import calibrate
 from pdserve.bench.calibration.plan import CalibrationPlan, DecodeBatch
 from pdserve.bench.calibration.probes import Prober
 from pdserve.bench.deployed import pair
-from pdserve.bench.fidelity.command import run as run_fidelity
 from pdserve.bench.fidelity.loads import LOADS
+from pdserve.bench.fidelity.run import measure as run_fidelity
 from pdserve.bench.interference.cases import POLICIES, Experiment
 from pdserve.bench.interference.outcome import all_figures, num_different
 from pdserve.bench.interference.predicted import predict

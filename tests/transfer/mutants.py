@@ -255,13 +255,23 @@ MUTANTS = [
     Mutant(
         "a decode node renews for a rank that stands still",
         DECODE,
-        (("if not self._rank.has_shown_life(self._lease_s / 3):", "if self._rank.lost.is_set():"),),
+        (
+            (
+                "if not self._rank.is_alive(life_s(self._lease_s, self._rank.longest_round_s)):",
+                "if self._rank.lost.is_set():",
+            ),
+        ),
         "roles/test_life.py::test_a_decode_node_whose_loop_stands_still_renews_nothing",
     ),
     Mutant(
         "a prefill node tells of progress for a rank that stands still",
         PREFILL,
-        (("if not self.rank.has_shown_life(self._life_s):", "if self.rank.lost.is_set():"),),
+        (
+            (
+                "if not self.rank.is_alive(life_s(self.description.lease_s, self.rank.longest_round_s)):",
+                "if self.rank.lost.is_set():",
+            ),
+        ),
         "roles/test_life.py::test_a_prefill_node_whose_loop_stands_still_is_given_up_long_before_the_deadline",
     ),
     Mutant(
