@@ -11,6 +11,10 @@ import msgspec
 from pdserve.config.environment import without_settings
 from pdserve.errors import StartupError
 
+# The ranks of a group are on one machine, and nobody else is to reach what they tell each other: gloo listens where the
+# host's name leads, unless it is told an interface.
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+
 
 class TransportSpec(msgspec.Struct, frozen=True):
     """name: unique among all agents that ever meet, as a restarted one must not be taken for its predecessor.
@@ -114,7 +118,7 @@ class RankProcess:
     async def start(cls, spec: RankSpec) -> RankProcess:
         # Threads that wait asleep: where another process has a core, one that spins keeps its partner from finishing.
         waiting = {"OMP_WAIT_POLICY": "passive"}
-        environment = {**waiting, **without_settings(), "OMP_NUM_THREADS": str(spec.num_threads)}
+        environment = {**waiting, **LOOPBACK, **without_settings(), "OMP_NUM_THREADS": str(spec.num_threads)}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

@@ -90,9 +90,17 @@ class Ranks:
             await asyncio.sleep(LIFE_S)
             for member in self.members:
                 member.ask_for_life()
-            if silent := [member for member in self.members if not member.has_shown_life(stall_s)]:
-                culprits = [member for member in self.members if member.is_stopped] or silent
-                self.lose(f"{', '.join(member.name for member in culprits)}: no round was finished for {stall_s:.0f} s")
+            for waiting in self._who_wait_for_each_other():
+                silent = [member for member in waiting if not member.has_shown_life(stall_s)]
+                # Those who wait for one that is in a long forward say nothing and compute nothing.
+                if silent and not any(member.is_alive(stall_s) for member in waiting):
+                    culprits = [member for member in waiting if member.is_stopped] or silent
+                    names = ", ".join(member.name for member in culprits)
+                    self.lose(f"{names}: no round was finished for {stall_s:.0f} s")
+
+    def _who_wait_for_each_other(self) -> list[Sequence[Member]]:
+        """Within a round: all of them where they go in step, else the processes of each rank."""
+        return [self.members] if self._are_in_step else [rank.members for rank in self._ranks]
 
     # ------------------------------------------------------------ requests
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,7 @@ from pdserve.engine.front import Rank
 from pdserve.engine.launch import RankProcess
 from pdserve.engine.member import Member
 from pdserve.engine.messages import AskForWake, FromRank, Ping, Pong, Ready, Submit, ToRank, Wake
+from pdserve.engine.process_look import look_at
 from pdserve.engine.ranks import Ranks
 from pdserve.errors import InvalidRequest, NotReady, QueueFull, RequestIdInUse
 from pdserve.request import FUSED, RequestId, SamplingParams, TokenRequest
@@ -131,6 +135,12 @@ async def test_with_one_rank_all_are_lost_for_the_first_ones_reason(by_hand: ByH
         await by_hand.ranks.loads()
 
 
+async def stopped_process() -> RankProcess:
+    process = await asyncio.create_subprocess_exec("sleep", "60")
+    os.kill(process.pid, signal.SIGSTOP)
+    return RankProcess(process)
+
+
 async def test_a_group_in_which_one_stands_still_is_lost_and_the_stopped_one_is_named(
     by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,19 +153,7 @@ async def test_a_group_in_which_one_stands_still_is_lost_and_the_stopped_one_is_
             end.send(Pong(0))
     await by_hand.heard(Ping)
 
-    class Stopped(RankProcess):
-        is_stopped = True
-
-        def __init__(self) -> None:
-            """It is looked at, and nothing else."""
-
-        async def wait(self) -> int:
-            return 0
-
-        async def end(self, timeout_s: float = 0.0) -> None:
-            """There is no process."""
-
-    by_hand.ranks[1].members[0]._process = Stopped()
+    by_hand.ranks[1].members[0]._process = await stopped_process()
     async with asyncio.timeout(LIMIT_S):
         await by_hand.ranks.lost.wait()
         await watching
@@ -182,3 +180,20 @@ async def test_ranks_that_share_nothing_are_not_woken(sockets: Path) -> None:
     assert not any(isinstance(message, Wake) for message in messages)
     end.close()
     await ranks.stop()
+
+
+async def test_a_group_that_waits_for_one_that_computes_is_waited_for(
+    by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks_module, "LIFE_S", 0.01)
+    computing = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+    by_hand.ranks[1].members[0]._process = RankProcess(computing)
+    watching = asyncio.create_task(by_hand.ranks._watch_life(stall_s=1.0))
+    async with asyncio.timeout(LIMIT_S):
+        while look_at(computing.pid).cpu_s < 2.0:  # type: ignore[union-attr]
+            assert not by_hand.ranks.lost.is_set()
+            await asyncio.sleep(0.01)
+        os.kill(computing.pid, signal.SIGSTOP)
+        await by_hand.ranks.lost.wait()
+        await watching
+    assert by_hand.ranks.lost_reason == "rank 1: no round was finished for 1 s"
