@@ -42,7 +42,7 @@ test: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
+	@$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 15
 
 soak: $(VENV)/.dev
 	@$(BIN)/pytest -m soak --timeout 3600

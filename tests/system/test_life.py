@@ -91,7 +91,7 @@ def test_killing_the_rank_fails_its_answers_and_ends_a_node_that_is_to_end_with_
     with node.client() as client:
         stream = long_answer(client)
         os.kill(node.rank_pid, signal.SIGKILL)
-        with pytest.raises(NotReady, match="rank process ended with status -9"):
+        with pytest.raises(NotReady, match="the process of the rank ended with status -9"):
             list(stream)
     assert node.wait_until_ended() == 1
     assert_one_error(node)

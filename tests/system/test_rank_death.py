@@ -50,10 +50,10 @@ def test_a_fused_node_goes_on_with_a_new_rank_and_its_health_tells_of_the_time_b
     with node.client() as client:
         stream = long_answer(client)
         kill_rank(node)
-        with pytest.raises(NotReady, match="rank process ended with status -9"):
+        with pytest.raises(NotReady, match="the process of the rank ended with status -9"):
             list(stream)
         wait_for(lambda: not node.process.is_serving(), lambda: node.log)
-        with pytest.raises(NotReady, match="rank process ended with status -9"):
+        with pytest.raises(NotReady, match="the process of the rank ended with status -9"):
             client.generate(token_ids=[1], max_new_tokens=1)
     wait_until_serving_again(node)
     assert not node.process.has_ended
@@ -135,7 +135,7 @@ def test_a_decode_nodes_new_rank_finds_its_peers_again_and_the_dead_one_left_not
         decoding = client.stream(token_ids=prompt_of(CHUNK, seed=3), max_new_tokens=4000, ignore_eos=True)
         next(decoding)
         kill_rank(decode)
-        with pytest.raises(NotReady, match="rank process ended with status -9"):
+        with pytest.raises(NotReady, match="the process of the rank ended with status -9"):
             list(decoding)
     prefill.wait_until_quiet()
 

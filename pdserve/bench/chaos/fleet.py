@@ -18,7 +18,7 @@ from pdserve.client import AsyncClient
 from pdserve.config import Role, ServerArgs
 from pdserve.node_process import NodeProcess, free_port
 
-START_S = 120.0
+START_S = 300.0
 LOOK_S = 0.2
 LEASE_S, PATIENCE_S = 2.0, 8.0
 
