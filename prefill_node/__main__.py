@@ -10,7 +10,7 @@ from pdserve.startup import launch
 
 def run(args: ServerArgs) -> None:
     """Serve until stopped."""
-    # Here, as it imports torch: a wrong flag is told at once.
+    # Here, as it imports a node: a wrong flag is told at once.
     from prefill_node import node
 
     node.run(args)

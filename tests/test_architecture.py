@@ -282,6 +282,12 @@ def test_nothing_imports_matplotlib_before_it_draws() -> None:
     assert [name for name in modules() if "matplotlib" in libraries_at_import(name)] == []
 
 
+@pytest.mark.parametrize("role", ROLES)
+def test_a_front_starts_without_torch(role: str) -> None:
+    """It costs seconds and hundreds of megabytes, and only ranks compute."""
+    assert "torch" not in libraries_at_import(f"{role}.node")
+
+
 def test_the_simulator_needs_only_the_standard_library() -> None:
     assert libraries_at_import("pdserve.sim.simulation") == set()
 

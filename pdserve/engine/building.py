@@ -33,7 +33,7 @@ from pdserve.engine.transport_thread import TransportThread
 from pdserve.errors import StartupError
 from pdserve.kv.layout import LAYOUT_VERSION, Fingerprint, KVLayout
 from pdserve.kv.storage import KVStorage
-from pdserve.model.checkpoint import checkpoint_files
+from pdserve.model.checkpoint_files import checkpoint_files
 from pdserve.model.collectives import Collectives
 from pdserve.model.forward import load_forward
 from pdserve.model.model_config import ModelConfig, read_config

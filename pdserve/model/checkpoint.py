@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdserve.errors import StartupError
+from pdserve.model.checkpoint_files import checkpoint_files
 from pdserve.model.progress import Progress
 
 STEP = "loading weights"
@@ -79,20 +79,3 @@ def _index(shape: tuple[int, ...], *held: range | None) -> tuple[slice, ...]:
 def _is_derived(name: str) -> bool:
     """Tensors that some checkpoints store though they follow from others: rope tables, a tied head."""
     return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
-
-
-def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint, sorted by name. Raises StartupError if any is missing."""
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if not index.exists():
-        if not single.exists():
-            raise StartupError(f"{directory} has no model.safetensors (nor an index of shards); fetch the model again")
-        return [single]
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StartupError(f"{index} cannot be read: {error!r}; fetch the model again") from error
-    absent = [name for name in names if not (directory / name).exists()]
-    if absent:
-        raise StartupError(f"{directory} lacks {', '.join(absent)}; fetch the model again")
-    return [directory / name for name in names]

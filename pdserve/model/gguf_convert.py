@@ -26,10 +26,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from pdserve.errors import StartupError
 from pdserve.model.progress import Progress, no_progress
 
-# One line of history a bump, so that cached conversions are made again:
-# 1  float32, tied embeddings left out, PreTrainedTokenizerFast.
-CONVERTER_VERSION = 1
-
 Float32Array = NDArray[np.float32]
 
 _WHOLE_MODEL = {

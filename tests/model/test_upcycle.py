@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pdserve.errors import StartupError
 from pdserve.model import hub
+from pdserve.model.mixture import Mixture
 from pdserve.model.model_config import read_config
 from pdserve.model.torch_runner import load
-from pdserve.model.upcycle import Mixture, upcycle
+from pdserve.model.upcycle import upcycle
 from tests.model.conftest import Server, make_request
 from tests.model.tensor_parallel_ranks import options, storage_of
 

@@ -91,7 +91,7 @@ class Node:
 
     def lose_rank(self) -> None:
         """What the node does when its rank process has ended."""
-        self.rank._on_lost("the the process of the rank ended with status -9")
+        self.rank._on_lost("the process of the rank ended with status -9")
 
     async def die(self) -> None:
         """As a killed process: nothing of it can be read from one moment to the next, its streams break."""
