@@ -1,7 +1,7 @@
 # make demo   what pdserve is, in one minute: P + D beside one fused node, on a real model
 # make test   lint, types, architecture, tests
-# make soak   the long random walks
-# make soak-handoff  the rows of the handoff's failure matrix that are about rare moments, with real processes
+# make soak   the long random walks, whole measurements, kills of groups
+# make soak-handoff  those of them with real processes: rare moments of the failure matrix, measurements, kills
 # make mutants  shows that a test fails for each promise broken on purpose
 # make fmt    formats and fixes what can be fixed
 # make clean  takes the environment and every product away

@@ -47,6 +47,7 @@ def model(tiny_model: Path) -> Model:
     return Model(tiny_model, tuple(range(250)))
 
 
+@pytest.mark.soak  # a whole measurement, in small
 def test_the_victim_gets_the_same_tokens_in_every_case_and_each_is_also_simulated(model: Model) -> None:
     served = serve_all(model, TINY, no_progress, [MIXED])
     assert num_different(served.rows) == 0
@@ -74,6 +75,7 @@ def test_requests_leave_at_their_times_and_go_where_they_should(model: Model) ->
     assert all(answer.placement.startswith("remote;") for answer in heard)
 
 
+@pytest.mark.soak  # a whole measurement, in small
 def test_a_calibration_is_a_cost_file_that_can_be_read_and_simulated(model: Model, tmp_path: Path) -> None:
     whole = dataclasses.replace(SMALL_PLAN, other_lengths=(200,))
     found, table = calibrate(model, "tiny", "a tiny model", no_progress, whole, SMALL_PLAN)
@@ -94,6 +96,7 @@ def test_two_tokens_of_a_pair_have_the_handoff_between_them(model: Model) -> Non
     assert all(answer.placement.startswith("remote;") and len(answer.gaps_s) == 1 for answer in heard)
 
 
+@pytest.mark.soak  # a whole measurement, in small
 def test_a_fidelity_run_compares_every_figure_of_both_deployments(model: Model) -> None:
     deployment = cost_files.load("smollm2-cpu").deployment.replace(num_kv_blocks=96, max_model_len=None)
     results = run_fidelity(model, deployment, LOADS[:1], 2.0, 2, no_progress)
