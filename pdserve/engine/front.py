@@ -112,10 +112,6 @@ class Rank:
         for member in self.members:
             member.ask_for_life()
 
-    def has_shown_life(self, within_s: float) -> bool:
-        """Every member has; see Member."""
-        return all(member.has_shown_life(within_s) for member in self.members)
-
     def is_alive(self, within_s: float) -> bool:
         """Every member is; see Member."""
         return all(member.is_alive(within_s) for member in self.members)

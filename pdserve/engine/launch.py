@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from pathlib import Path
 
 import msgspec
 
@@ -134,15 +133,6 @@ class RankProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    @property
-    def is_stopped(self) -> bool:
-        """By a signal, until another lets it go on."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] in "Tt"
 
     async def wait(self) -> int:
         """Its exit status, negative for a signal."""

@@ -23,7 +23,7 @@ from pdserve.engine.messages import (
     ToRank,
     ToTransport,
 )
-from pdserve.engine.process_look import look_at
+from pdserve.engine.process_look import ProcessLook, look_at
 from pdserve.errors import NotReady, StartupError
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,12 @@ class Member:
     @property
     def is_stopped(self) -> bool:
         """Its process is on this machine and was stopped by a signal."""
-        return self._process is not None and self._process.is_stopped
+        look = self._look()
+        return look is not None and look.is_stopped
+
+    def _look(self) -> ProcessLook | None:
+        """None where its process is gone, or somebody else's."""
+        return look_at(self._process.pid) if self._process is not None else None
 
     # ------------------------------------------------------------ messages
 
@@ -183,7 +188,7 @@ class Member:
         The first round that takes far longer than any before it, on a machine that is suddenly busy, is told from a
         standstill by this. What computes and never ends is for those to find who wait for its results.
         """
-        look = look_at(self._process.pid) if self._process is not None else None
+        look = self._look()
         if look is not None and look.is_stopped:
             return False
         if look is not None and look.cpu_s > self._cpu_s:

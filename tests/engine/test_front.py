@@ -286,15 +286,15 @@ async def test_whatever_the_loop_says_is_a_sign_of_life_and_what_its_transport_s
     await by_hand.ready()
     later_s = 0.0
     monkeypatch.setattr(member, "monotonic", lambda: time.monotonic() + later_s)
-    assert by_hand.rank.has_shown_life(within_s=100)
+    assert by_hand.rank.members[0].has_shown_life(within_s=100)
     later_s = 200.0
     heard: list[object] = []
     by_hand.rank.members[0].on_transport = heard.append
     by_hand.transport.send(LeaseOpened(LeaseId("a")))
     await until(lambda: bool(heard))
-    assert not by_hand.rank.has_shown_life(within_s=100)
+    assert not by_hand.rank.members[0].has_shown_life(within_s=100)
     by_hand.loop.send(Outputs([]))
-    await until(lambda: by_hand.rank.has_shown_life(within_s=100))
+    await until(lambda: by_hand.rank.members[0].has_shown_life(within_s=100))
 
 
 @dataclass
@@ -330,7 +330,7 @@ async def test_a_rank_that_is_seen_to_compute_is_alive_however_long_it_says_noth
         assert by_hand.rank.is_alive(within_s=100)
     later_s = 371.0
     assert not by_hand.rank.is_alive(within_s=100), "it neither says nor computes anything"
-    assert not by_hand.rank.has_shown_life(within_s=300), "that is about what it says alone"
+    assert not by_hand.rank.members[0].has_shown_life(within_s=300), "that is about what it says alone"
 
 
 async def test_a_stopped_rank_is_not_alive_from_that_moment_on(by_hand: ByHand, seen: Seen) -> None:
