@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 from pdserve.engine.channel import RankChannel
 from pdserve.engine.following import FollowerLoop, Generations
@@ -34,10 +34,8 @@ from pdserve.errors import StartupError
 from pdserve.kv.layout import LAYOUT_VERSION, Fingerprint, KVLayout
 from pdserve.kv.storage import KVStorage
 from pdserve.model.checkpoint_files import checkpoint_files
-from pdserve.model.collectives import Collectives
-from pdserve.model.forward import load_forward
+from pdserve.model.forward import LoadArgs, load_forward
 from pdserve.model.model_config import ModelConfig, read_config
-from pdserve.model.progress import Progress
 from pdserve.model.runner import Follower, ModelRunner
 from pdserve.model.torch_runner import TorchFollower, load
 from pdserve.request import BlockId, RequestId, SamplingParams, TokenRequest
@@ -71,17 +69,6 @@ class BuiltRank:
             self.tiers.close()
         if self.transport is not None:
             self.transport.close()
-
-
-class LoadArgs(TypedDict):
-    """What `load` and `load_forward` take beside the model and its memory."""
-
-    max_slots: int
-    max_model_len: int
-    cache_dir: Path
-    num_threads: int
-    progress: Progress
-    collectives: Collectives
 
 
 @dataclass(frozen=True, slots=True)

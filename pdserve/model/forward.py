@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -98,6 +99,17 @@ class RoundForward:
             part = targets[first : first + PROMPT_LOGPROB_ROWS]
             logits = self._model.logits(hidden[first : first + len(part)])
             yield PromptPart(row.request_id, logits, part, np.full(len(part), self._prompt_logprobs[row.slot]))
+
+
+class LoadArgs(TypedDict):
+    """What load_forward takes beside the model and its memory; see there."""
+
+    max_slots: int
+    max_model_len: int
+    cache_dir: Path
+    num_threads: NotRequired[int | None]
+    progress: NotRequired[Progress]
+    collectives: NotRequired[Collectives | None]
 
 
 def load_forward(

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import torch
 
 from pdserve.kv.storage import KVStorage
-from pdserve.model.collectives import Collectives
-from pdserve.model.forward import Computed, RoundForward, load_forward
+from pdserve.model.forward import Computed, LoadArgs, RoundForward, load_forward
 from pdserve.model.logprobs import describe, log_probabilities
 from pdserve.model.model_config import ModelConfig
-from pdserve.model.progress import Progress, no_progress
 from pdserve.model.runner import RoundResult
 from pdserve.model.sampler import Sampler
 from pdserve.request import RequestId, TokenLogprobs, TokenRequest
@@ -77,28 +76,7 @@ class TorchFollower:
         self._forward.idle()
 
 
-def load(
-    directory: Path,
-    config: ModelConfig,
-    storage: KVStorage,
-    *,
-    max_slots: int,
-    max_model_len: int,
-    cache_dir: Path,
-    num_threads: int | None = None,
-    progress: Progress = no_progress,
-    collectives: Collectives | None = None,
-) -> TorchRunner:
+def load(directory: Path, config: ModelConfig, storage: KVStorage, **loading: Unpack[LoadArgs]) -> TorchRunner:
     """The runner that draws the tokens; the other ranks' are `TorchFollower(load_forward(...))`. See load_forward."""
-    forward = load_forward(
-        directory,
-        config,
-        storage,
-        max_slots=max_slots,
-        max_model_len=max_model_len,
-        cache_dir=cache_dir,
-        num_threads=num_threads,
-        progress=progress,
-        collectives=collectives,
-    )
-    return TorchRunner(forward, Sampler(config.vocab_size, max_slots, config.eos_token_ids))
+    forward = load_forward(directory, config, storage, **loading)
+    return TorchRunner(forward, Sampler(config.vocab_size, loading["max_slots"], config.eos_token_ids))
