@@ -10,11 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from decode_node.fallbacks import Fallbacks
-from decode_node.handoff import HandoffFailed, Handoffs, PromptPrefilled
+from decode_node.handoffs import HandoffFailed, Handoffs, PromptPrefilled
 from decode_node.peers import Assignment, PeerTable
 from pdserve.config import DecodeFallback
-from pdserve.engine.front import Inbox, Rank, delta_of
+from pdserve.engine.front import Inbox, delta_of
 from pdserve.engine.messages import Output, ReservationTakenBack, Reserved
+from pdserve.engine.ranks import Ranks
 from pdserve.errors import PdserveError, PeerBusy, PeerError, PeerMismatch, PeerReplaced, TransferFailed
 from pdserve.request import DECODE_ONLY, FUSED, Route, TokenDelta, TokenRequest, TransferId
 from pdserve.rpc.handoff import FirstToken
@@ -37,22 +38,28 @@ class HandoffPolicy:
 class Means:
     """What every answer of a node works with."""
 
-    rank: Rank
+    ranks: Ranks
     peers: PeerTable
     handoffs: Handoffs
     policy: HandoffPolicy
     fallbacks: Fallbacks
     counters: Counter[str]
 
+    @property
+    def num_parts(self) -> int:
+        """Processes of each data-parallel rank."""
+        return len(self.ranks[0].members)
+
 
 class Answer:
-    """`deltas` it once."""
+    """`deltas` it once, at once: the rank is chosen by what the ranks have to do now."""
 
     def __init__(self, request: TokenRequest, means: Means) -> None:
+        """Raises InvalidRequest for a rank that is not there, RequestIdInUse."""
         self._request = request
         self._deadline = None if request.time_left_s is None else time.monotonic() + request.time_left_s
         self._means = means
-        self._rank = means.rank
+        self._rank = means.ranks.choose(request)
         self._assignment: Assignment | None = None
         self._placement = ""
         self._handoff: asyncio.Task[None] | None = None
@@ -151,7 +158,7 @@ class Answer:
         peer = self._assignment.peer
         time_left_s = None if self._deadline is None else self._deadline - time.monotonic()
         self._handoff = self._means.handoffs.start(
-            peer, reserved, self._request, inbox, attempt=self._num_attempts, time_left_s=time_left_s
+            peer, self._rank, reserved, self._request, inbox, attempt=self._num_attempts, time_left_s=time_left_s
         )
         peer.begin_handoff()
         self._handoff.add_done_callback(lambda _: peer.end_handoff())

@@ -6,29 +6,33 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from decode_node.answer import Answer, HandoffPolicy, Means
 from decode_node.fallbacks import Fallbacks
-from decode_node.handoff import FromPull, Handoffs
+from decode_node.handoff import FromPull
+from decode_node.handoffs import Handoffs
 from decode_node.peers import PeerTable
-from pdserve.engine.front import Rank
 from pdserve.engine.messages import FromTransport
+from pdserve.engine.ranks import Ranks
 from pdserve.request import RankLoad, RequestId, TokenDelta, TokenRequest
 
 
 class RemotePrefillTokens:
-    """A token source over one rank and its peers. Belongs to the front's event loop."""
+    """A token source over this node's ranks and its peers. Belongs to the front's event loop."""
 
-    def __init__(self, rank: Rank, peers: PeerTable, handoffs: Handoffs, policy: HandoffPolicy) -> None:
+    def __init__(self, ranks: Ranks, peers: PeerTable, handoffs: Handoffs, policy: HandoffPolicy) -> None:
         counters = Counter(remote_prefills_total=0, remote_prefill_retries_total=0, local_prefills_total=0)
-        self._means = Means(rank, peers, handoffs, policy, Fallbacks(), counters)
+        self._means = Means(ranks, peers, handoffs, policy, Fallbacks(), counters)
+        for place, member in enumerate(ranks.members):
+            member.on_transport = partial(self._on_transport, place)
 
-    def on_transport(self, message: FromTransport) -> None:
-        """A message of the transport thread goes to its handoff, or to the table of peers."""
+    def _on_transport(self, place: int, message: FromTransport) -> None:
+        """A message of the transport thread of the process at `place` goes to its handoff, or to the table of peers."""
         if isinstance(message, FromPull):
-            self._means.handoffs.on_transport(message)
+            self._means.handoffs.on_transport(*divmod(place, self._means.num_parts), message)
         else:
-            self._means.peers.on_transport(message)
+            self._means.peers.on_transport(place, message)
 
     async def stream(self, request: TokenRequest) -> AsyncIterator[TokenDelta]:
         """Tokens as they are drawn, the first one by the peer; closing the iterator aborts on both nodes."""
@@ -37,11 +41,11 @@ class RemotePrefillTokens:
                 yield delta
 
     async def abort(self, request_id: RequestId) -> bool:
-        return self._means.rank.abort(request_id)
+        return self._means.ranks.abort(request_id)
 
     async def loads(self, *, check_integrity: bool = False) -> list[RankLoad]:
         means = self._means
-        load = await means.rank.load(check_integrity=check_integrity)
+        loads = await means.ranks.loads(check_integrity=check_integrity)
         own = {
             **means.counters,
             **means.fallbacks.counters,
@@ -50,4 +54,5 @@ class RemotePrefillTokens:
             "num_ready_peers": means.peers.num_ready,
             "outstanding_prefill_tokens": means.peers.num_outstanding_tokens,
         }
-        return [replace(load, counters={**load.counters, **own})]
+        # What is the node's own is told with its first rank, so that sums over ranks are right.
+        return [replace(loads[0], counters={**loads[0].counters, **own}), *loads[1:]]

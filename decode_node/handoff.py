@@ -11,17 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
 
+from decode_node.coverage import Coverage
 from decode_node.patience import Patience
 from decode_node.peer import Peer
-from decode_node.requirements import Requirements
-from pdserve.engine.front import Inbox, Rank
+from pdserve.engine.front import Rank
 from pdserve.engine.messages import (
     ConfirmPull,
     PullAdvanced,
@@ -29,10 +28,9 @@ from pdserve.engine.messages import (
     PullChunk,
     PullCommitted,
     PullFinished,
-    Reserved,
 )
 from pdserve.errors import PeerBusy, PeerError, PeerReplaced, ProtocolError, TransferFailed
-from pdserve.request import LeaseId, TokenRequest, TransferId
+from pdserve.request import LeaseId, TransferId
 from pdserve.rpc.handoff import (
     Accepted,
     ChunkReady,
@@ -43,7 +41,6 @@ from pdserve.rpc.handoff import (
     Release,
     Released,
     Renew,
-    RequestKey,
     Start,
     ToDecode,
     life_s,
@@ -55,17 +52,26 @@ from pdserve.v1 import handoff_pb2 as pb
 log = logging.getLogger(__name__)
 
 FromPull = PullAdvanced | PullFinished | PullBroken | PullCommitted
-Said = ToDecode | FromPull | PeerError
+
 RENEWALS_A_LEASE = 6
 # A prefill node says something every 2 s for as long as its rank shows life. Four of these: a node that is stopped, or
 # cut off without the connection's end, is left long before the no-progress deadline of a prompt that just takes long.
 SILENCE_S = 8.0
 # A wait that ends later than it should by this much: our own process did not run, stopped or without a core.
 LATE_S = 1.0
-# A peer's prompt is computed by one rank, whose blocks are read by one of ours.
-NUM_RANKS = 1
 
 Call = grpc.aio.StreamStreamCall[pb.PrefillRequest, pb.PrefillResponse]
+
+
+@dataclass(frozen=True, slots=True)
+class FromPart:
+    """part: the process of our rank whose transport says it."""
+
+    part: int
+    message: FromPull
+
+
+Said = ToDecode | FromPart | PeerError
 
 
 class Handoff:
@@ -81,8 +87,9 @@ class Handoff:
         vocab_size: int,
     ) -> None:
         assert peer.description is not None
+        assert peer.pairing is not None
         self._peer = peer
-        self._peer_id = peer.id
+        self._pairing = peer.pairing
         self._lease_s = peer.description.lease_s
         self._rank = rank
         self._transfer_id = transfer_id
@@ -93,11 +100,9 @@ class Handoff:
         self._inbox: asyncio.Queue[Said] = asyncio.Queue()
         self._lease_id: LeaseId | None = None
         self._first_token: FirstToken | None = None
-        self._num_chunks = 0
-        self._is_pulled = False
+        self._coverage = Coverage(peer.pairing, len(rank.members))
         self._is_release_sent = False
         self._is_confirmed = False
-        self._is_committed = False
 
     def put(self, message: Said) -> None:
         self._inbox.put_nowait(message)
@@ -143,13 +148,13 @@ class Handoff:
     async def _follow(self, call: Call) -> None:
         """Until committed: handle what comes, renew in between, give up after too long without progress."""
         renew_at = time.monotonic() + self._lease_s / RENEWALS_A_LEASE
-        while not self._is_committed:
+        while not self._coverage.is_committed:
             until_s = min(renew_at, self._patience.ends_s)
             message = await self._next(until_s)
             if time.monotonic() - until_s > LATE_S:
                 self._patience.on_own_pause()
             if message is not None:
-                if isinstance(message, FromPull):
+                if isinstance(message, FromPart):
                     self._patience.on_news()
                 await self._handle(call, message)
             if time.monotonic() >= renew_at:
@@ -177,50 +182,59 @@ class Handoff:
 
     async def _handle(self, call: Call, message: Said) -> None:
         match message:
-            case Queued() | Computing() | PullAdvanced():
+            case Queued() | Computing():
                 pass
+            case FromPart():
+                self._on_part(message)
             case Accepted():
                 self._on_accepted(message)
             case ChunkReady():
                 self._on_chunk(message)
             case FirstToken():
                 self._on_first(message)
-            case PullFinished():
-                self._is_pulled = True
             case Released(is_valid=is_valid):
                 self._on_released(is_valid)
-            case PullCommitted():
-                self._is_committed = True
-            case PullBroken(reason=reason) | HandoffAbort(reason=reason):
+            case HandoffAbort(reason=reason):
                 raise TransferFailed(reason)
             case PeerError():
                 self._on_stream_error(message)
         await self._release_when_complete(call)
 
+    def _on_part(self, said: FromPart) -> None:
+        match said.message:
+            case PullFinished():
+                self._coverage.pull(said.part)
+            case PullCommitted():
+                self._coverage.commit(said.part)
+            case PullBroken(reason=reason):
+                raise TransferFailed(reason)
+
     def _on_accepted(self, message: Accepted) -> None:
         if self._lease_id is not None:
             raise ProtocolError("Accepted came twice")
-        if message.num_ranks != NUM_RANKS:
-            raise ProtocolError(f"the lease is held by {message.num_ranks} ranks, {NUM_RANKS} was described")
+        if message.num_ranks != self._pairing.peer_tp:
+            raise ProtocolError(f"the lease is held by {message.num_ranks} ranks, not {self._pairing.peer_tp}")
         self._lease_id = message.lease_id
         self._rank.accept_transfer(self._transfer_id)
 
     def _on_chunk(self, chunk: ChunkReady) -> None:
-        if self._lease_id is None or chunk.rank != 0 or chunk.seq != self._num_chunks:
-            raise ProtocolError(f"chunk {chunk.seq} of rank {chunk.rank} out of order")
-        self._num_chunks += 1
-        self._rank.tell_transport(
-            PullChunk(
-                self._transfer_id,
-                chunk.rank,
-                chunk.seq,
-                chunk.first_token,
-                chunk.end_token,
-                chunk.blocks,
-                ((chunk.rank, self._peer_id),),
-                chunk.block_hashes,
-            )
-        )
+        if self._lease_id is None:
+            raise ProtocolError(f"chunk {chunk.seq} of rank {chunk.rank} came before Accepted")
+        self._coverage.announce(chunk)
+        for part, member in enumerate(self._rank.members):
+            if sources := self._pairing.sources_of(part, chunk.rank):
+                member.tell_transport(
+                    PullChunk(
+                        self._transfer_id,
+                        chunk.rank,
+                        chunk.seq,
+                        chunk.first_token,
+                        chunk.end_token,
+                        chunk.blocks,
+                        sources,
+                        chunk.block_hashes,
+                    )
+                )
 
     def _on_first(self, first: FirstToken) -> None:
         if self._lease_id is None or self._first_token is not None:
@@ -233,10 +247,10 @@ class Handoff:
     async def _release_when_complete(self, call: Call) -> None:
         """The last READ is done and nothing more will be announced."""
         first = self._first_token
-        if not self._is_pulled or first is None or self._is_release_sent:
+        if first is None or self._is_release_sent:
             return
-        if first.num_chunks != self._num_chunks:
-            raise ProtocolError(f"the prompt is covered by {self._num_chunks} chunks, {first.num_chunks} were promised")
+        if not self._coverage.is_pulled or not self._coverage.is_announced(first.num_chunks):
+            return
         assert self._lease_id is not None
         self._is_release_sent = True
         await self._write(call, encode_to_prefill(Release(self._lease_id)))
@@ -263,92 +277,3 @@ def _peer_error(error: grpc.aio.AioRpcError) -> PeerError:
     if dict(error.trailing_metadata() or ()).get(ERROR_KEY) == PeerReplaced.__name__:
         return PeerReplaced(str(error.details()))
     return TransferFailed(f"{error.code().name}: {error.details()}")
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPrefilled:
-    """Into the request's inbox: the peer drew the first token."""
-
-    transfer_id: TransferId
-    first: FirstToken
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffFailed:
-    """Into the request's inbox: its KV will not come."""
-
-    transfer_id: TransferId
-    error: PeerError
-
-
-class Handoffs:
-    """The handoffs under way at this node, by transfer. incarnation: of this node, another one after each start."""
-
-    def __init__(self, rank: Rank, mine: Requirements, incarnation: str) -> None:
-        self._rank = rank
-        self._mine = mine
-        self._fingerprint = mine.fingerprint
-        self._incarnation = incarnation
-        self._live: dict[TransferId, Handoff] = {}
-        self.counters: Counter[str] = Counter()
-
-    def start(
-        self,
-        peer: Peer,
-        transfer: Reserved,
-        request: TokenRequest,
-        inbox: Inbox,
-        *,
-        attempt: int,
-        time_left_s: float | None,
-    ) -> asyncio.Task[None]:
-        """Begin; PromptPrefilled and HandoffFailed go into the request's inbox. Cancel the task to give it up."""
-        handoff = Handoff(
-            peer,
-            self._rank,
-            transfer.transfer_id,
-            lambda first: inbox.put(PromptPrefilled(transfer.transfer_id, first)),
-            lambda: self._mine.no_progress_s(peer.longest_chunk_s),
-            self._fingerprint.vocab_size,
-        )
-        self._live[transfer.transfer_id] = handoff
-        assert peer.description is not None
-        start = Start(
-            incarnation=peer.description.incarnation,
-            request_key=RequestKey(self._incarnation, inbox.rank_id, attempt),
-            weights_version=peer.description.weights_version,
-            prompt=request.prompt,
-            sampling=request.sampling,
-            num_cached_tokens=transfer.num_cached_tokens,
-            fingerprint=self._fingerprint,
-            time_left_s=time_left_s,
-            priority=request.priority,
-        )
-        return asyncio.create_task(self._run(handoff, start, peer, transfer, inbox))
-
-    async def _run(self, handoff: Handoff, start: Start, peer: Peer, transfer: Reserved, inbox: Inbox) -> None:
-        try:
-            await handoff.run(start)
-            peer.succeeded()
-        except PeerError as error:
-            # Told to people where its consequences are counted, which is rate limited.
-            log.debug("handoff of %s to %s failed: %s", transfer.request_id, peer.target, error.message)
-            if not isinstance(error, PeerBusy | PeerReplaced):
-                peer.doubt()
-            inbox.put(HandoffFailed(transfer.transfer_id, error))
-        except Exception as error:  # a fault of ours; the request ends with it rather than never
-            inbox.put(error)
-        finally:
-            self._live.pop(transfer.transfer_id, None)
-
-    def on_transport(self, message: FromPull) -> None:
-        """A message of the transport thread goes to the handoff of its transfer."""
-        if isinstance(message, PullFinished):
-            self.counters["kv_transfers_total"] += 1
-            self.counters["kv_bytes_total"] += message.num_bytes
-            self.counters["kv_reads_total"] += message.num_reads
-            self.counters["kv_descriptors_total"] += message.num_descriptors
-            self.counters["kv_read_microseconds_total"] += round(message.elapsed_s * 1e6)
-        handoff = self._live.get(message.transfer_id)
-        if handoff is not None:
-            handoff.put(message)

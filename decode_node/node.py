@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decode_node.answer import HandoffPolicy
 from decode_node.generator import RemotePrefillTokens
-from decode_node.handoff import Handoffs
+from decode_node.handoffs import Handoffs
 from decode_node.peers import PeerTable
 from decode_node.requirements import Requirements
 from pdserve import node
@@ -18,11 +18,10 @@ def run(args: ServerArgs) -> None:
 
 
 def build(site: Site) -> Parts:
-    args, rank, fingerprint = site.args, site.rank, site.ready.fingerprint
+    args, ranks, fingerprint = site.args, site.ranks, site.ready.fingerprint
     required = Requirements(fingerprint, args.transfer_timeout_s, args.kv_checksum)
-    peers = PeerTable(args.prefill_peers, required, rank, args.max_message_mib * 2**20, site.incarnation)
-    handoffs = Handoffs(rank, required, site.incarnation)
+    peers = PeerTable(args.prefill_peers, required, ranks, args.max_message_mib * 2**20, site.incarnation)
+    handoffs = Handoffs(required, site.incarnation)
     policy = HandoffPolicy(args.decode_fallback, args.remote_prefill_min_tokens)
-    tokens = RemotePrefillTokens(rank, peers, handoffs, policy)
-    rank.members[0].on_transport = tokens.on_transport
+    tokens = RemotePrefillTokens(ranks, peers, handoffs, policy)
     return Parts([site.inference(site.text(tokens))], tokens.loads, [peers.watch()])

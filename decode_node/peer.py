@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import grpc
 
+from decode_node.pairing import Pairing
 from decode_node.words import plain
 from pdserve.engine.prefix_memory import PrefixMemory
 from pdserve.errors import PeerError, PeerMismatch, ProtocolError
 from pdserve.rpc.channel import channel_options
 from pdserve.rpc.handoff import Description, PeerLoad
 from pdserve.rpc.handoff_codec import decode_description, decode_load, encode_describe
-from pdserve.transfer.base import PeerId
 from pdserve.v1 import handoff_pb2_grpc
 
 DESCRIBE_TIMEOUT_S = 5.0
@@ -37,7 +37,7 @@ class PeerState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """description: of its present life, while it can be read from. reason: why it is not READY.
+    """description, pairing: of its present life, while it can be read from. reason: why it is not READY.
 
     num_outstanding_tokens: that we gave it and have not drawn a first token from. num_handoffs: live ones; `is_idle`
     is set while there are none. is_leaving: it is in no list of peers any more. longest_chunk_s: lately, as it said
@@ -52,6 +52,7 @@ class Peer:
     state: PeerState = PeerState.UNREACHABLE
     reason: str = NEVER_CONNECTED
     description: Description | None = None
+    pairing: Pairing | None = None
     load: PeerLoad | None = None
     prefixes: PrefixMemory = field(default_factory=lambda: PrefixMemory(0))
     num_outstanding_tokens: int = 0
@@ -71,12 +72,6 @@ class Peer:
         self.is_idle.set()
 
     @property
-    def id(self) -> PeerId:
-        """Of its rank 0, in this life."""
-        assert self.description is not None
-        return PeerId(f"{self.description.incarnation}/0")
-
-    @property
     def is_ready(self) -> bool:
         return self.state is PeerState.READY and self.description is not None and not self.is_leaving
 
@@ -91,9 +86,13 @@ class Peer:
 
     @property
     def num_queued_tokens(self) -> int:
-        """What it says waits there includes what we gave it, but of a moment ago: the larger of the two."""
+        """Before a prompt that comes there now, on one of its data-parallel ranks.
+
+        What it says includes what we gave it, but of a moment ago: the larger of the two.
+        """
         said = 0 if self.load is None else self.load.num_queued_tokens
-        return max(said, self.num_outstanding_tokens)
+        num_ranks = 1 if self.pairing is None else self.pairing.num_data_parallel_ranks
+        return max(said, self.num_outstanding_tokens // num_ranks)
 
     def has_room(self, num_tokens: int) -> bool:
         """Its free blocks hold a prompt this long; assumed where it has not said how many are free."""
@@ -127,9 +126,9 @@ class Peer:
         """It did what it is for."""
         self.num_failures, self.must_rest = 0, False
 
-    def begin_life(self, description: Description) -> None:
+    def begin_life(self, description: Description, pairing: Pairing) -> None:
         """What was known of the life before says nothing of this one."""
-        self.description = description
+        self.description, self.pairing = description, pairing
         self.is_patience_told = False
         self.succeeded()
         self.prefixes = PrefixMemory(description.num_blocks)

@@ -12,16 +12,17 @@ from random import uniform
 from decode_node import choice
 from decode_node.choice import Candidate
 from decode_node.health import PeerHealth
+from decode_node.links import Links
+from decode_node.pairing import pair
 from decode_node.peer import Peer, PeerState, make_peer
 from decode_node.peer_sources import PeerSources
 from decode_node.requirements import Requirements
 from decode_node.stranger import what_it_is
-from pdserve.engine.front import Rank
-from pdserve.engine.messages import ConnectPeer, DropPeer, FromTransport, PeerConnected, PeerUnusable
+from pdserve.engine.messages import FromTransport
 from pdserve.engine.prefix_memory import prefix_hashes
+from pdserve.engine.ranks import Ranks
 from pdserve.errors import PeerError, PeerMismatch
 from pdserve.rpc.handoff import Description
-from pdserve.transfer.base import PeerId
 
 log = logging.getLogger(__name__)
 
@@ -46,16 +47,15 @@ class PeerTable:
     """Belongs to the front's event loop; `watch` runs for as long as the rank does."""
 
     def __init__(
-        self, entries: Iterable[str], mine: Requirements, rank: Rank, max_message_bytes: int, incarnation: str
+        self, entries: Iterable[str], mine: Requirements, ranks: Ranks, max_message_bytes: int, incarnation: str
     ) -> None:
         """entries: as given to --prefill-peers, checked. incarnation: of this node."""
         self._mine = mine
-        self._rank = rank
         self._max_message_bytes = max_message_bytes
         self._incarnation = incarnation
         self._sources = PeerSources(entries)
-        self._connecting: dict[PeerId, asyncio.Future[None]] = {}
-        self._by_id: dict[PeerId, Peer] = {}
+        self._links = Links(ranks, self._on_lost)
+        self._by_incarnation: dict[str, Peer] = {}
         self._by_target: dict[str, Peer] = {}
         self._watchers: dict[Peer, asyncio.Task[None]] = {}
         self._set_targets(self._sources.static)
@@ -245,24 +245,28 @@ class PeerTable:
             )
 
     async def _connect(self, peer: Peer, description: Description) -> None:
-        """The transport learns the peer's memory and warms the pair; it answers in any case, it has a deadline."""
-        id = PeerId(f"{description.incarnation}/0")
-        if (other := self._by_id.get(id)) is not None:
+        if (other := self._by_incarnation.get(description.incarnation)) is not None:
             raise PeerError(f"it is the node that is used as {other.target}")
-        peer.begin_life(description)
-        self._by_id[id] = peer
-        future = self._connecting[id] = asyncio.get_running_loop().create_future()
-        self._rank.tell_transport(ConnectPeer(id, description.rank_metadata[0]))
+        pairing = pair(self._mine.fingerprint, description)
+        peer.begin_life(description, pairing)
+        self._by_incarnation[description.incarnation] = peer
         try:
-            await future
+            await self._links.connect(description, pairing)
         except PeerError as error:
             raise PeerError(f"its memory cannot be read: {error.message}") from None
 
     def _end_life(self, peer: Peer) -> None:
         if peer.description is not None:
-            self._by_id.pop(peer.id, None)
-            self._rank.tell_transport(DropPeer(peer.id))
+            self._by_incarnation.pop(peer.description.incarnation, None)
+            self._links.drop(peer.description.incarnation)
             peer.description = None
+
+    def _on_lost(self, incarnation: str) -> None:
+        """One rank of it cannot be read by one of ours: the peer is made ready anew, with all of its links."""
+        peer = self._by_incarnation.get(incarnation)
+        if peer is not None:
+            self._end_life(peer)
+            peer.doubt()
 
     def _set_aside(self, peer: Peer, error: PeerError) -> None:
         state = PeerState.MISMATCHED if isinstance(error, PeerMismatch) else PeerState.UNREACHABLE
@@ -279,25 +283,10 @@ class PeerTable:
 
     # ------------------------------------------------------------ transport
 
-    def on_transport(self, message: FromTransport) -> None:
-        if isinstance(message, PeerConnected):
-            _settle(self._connecting.pop(message.peer, None), None)
-        elif isinstance(message, PeerUnusable):
-            peer = self._by_id.pop(message.peer, None)
-            if peer is not None and peer.description is not None and peer.id == message.peer:
-                peer.description = None
-                peer.doubt()
-            _settle(self._connecting.pop(message.peer, None), PeerError(message.reason))
+    def on_transport(self, place: int, message: FromTransport) -> None:
+        """What the transport of the process at `place` among all of ours says of a peer."""
+        self._links.on_transport(place, message)
 
 
 def _backoff_s(num_failures: int) -> float:
     return min(FIRST_BACKOFF_S * 2.0 ** min(num_failures, 10), MAX_BACKOFF_S) * uniform(JITTER, 1)
-
-
-def _settle(future: asyncio.Future[None] | None, error: Exception | None) -> None:
-    if future is None or future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)

@@ -25,8 +25,7 @@ def run(args: ServerArgs) -> None:
 
 
 def build(site: Site) -> Parts:
-    servicer = HandoffServicer(site.rank, describe(site))
-    site.rank.members[0].on_transport = servicer.on_transport
+    servicer = HandoffServicer(site.ranks, describe(site))
     handoff = Service(SERVICE_NAME, partial(add_HandoffServicer_to_server, servicer))
     tokens = LocalTokens(site.ranks)
     return Parts([handoff, site.inference(NotTheFrontDoor(tokens))], tokens.loads)
@@ -40,13 +39,13 @@ def describe(site: Site) -> Description:
         version=__version__,
         fingerprint=ready.fingerprint,
         weights_version=0,
-        num_blocks=ready.num_blocks,
+        num_blocks=min(one.num_blocks for one in site.readies),
         block_bytes=ready.block_bytes,
-        rank_metadata=(ready.transport_metadata,),
+        rank_metadata=tuple(one.transport_metadata for one in site.readies),
         max_prompt_tokens=ready.max_model_len,
-        num_slots=site.args.max_num_seqs,
+        num_slots=site.args.max_num_seqs_a_rank,
         lease_s=site.args.kv_lease_s,
-        longest_chunk_s=ready.longest_chunk_s,
+        longest_chunk_s=max(one.longest_chunk_s for one in site.readies),
         kv_checksum=site.args.kv_checksum,
     )
 

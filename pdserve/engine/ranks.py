@@ -56,9 +56,9 @@ class Ranks:
 
     # ------------------------------------------------------------ life
 
-    async def start(self, specs: Sequence[RankSpec], *, timeout_s: float, on_loading: OnLoading) -> Ready:
-        """Start every process, specs in the order of `members`, and wait for all. Raises StartupError for the first
-        that cannot start."""
+    async def start(self, specs: Sequence[RankSpec], *, timeout_s: float, on_loading: OnLoading) -> list[Ready]:
+        """Start every process, specs in the order of `members`, and wait for all, in that order. Raises StartupError
+        for the first that cannot start."""
         starts = [
             member.start(spec, timeout_s=timeout_s, on_loading=on_loading)
             for member, spec in zip(self.members, specs, strict=True)
@@ -67,7 +67,7 @@ class Ranks:
         if len(self.members) > 1:
             stall_s = max(STALL_S, STALL_CHUNKS * max(one.longest_chunk_s for one in ready))
             self._watcher = asyncio.create_task(self._watch_life(stall_s))
-        return ready[0]
+        return ready
 
     async def stop(self) -> None:
         """End every process; live requests fail."""

@@ -114,6 +114,11 @@ class Fingerprint:
     vocab_size: int
     tensor_parallel_size: int = 1
 
+    @property
+    def layout(self) -> KVLayout:
+        """Of the whole model's blocks."""
+        return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.dtype)
+
     def differences(self, other: Fingerprint) -> tuple[str, ...]:
         """One text a field that keeps the two apart, naming the field and both values (ours first)."""
         names = [f.name for f in fields(self) if f.name != "tensor_parallel_size"]

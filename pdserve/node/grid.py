@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.config import Role, ServerArgs
+from pdserve.config import ServerArgs
 from pdserve.errors import StartupError
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.shard import Shard
@@ -14,11 +14,6 @@ def check_grid(config: ModelConfig, args: ServerArgs) -> None:
     check_split(config, args.tensor_parallel_size)
     if config.experts is not None:
         Shard(ep_size=args.data_parallel_size).experts_of(config.experts.num_experts)
-    if args.num_ranks > 1 and args.role != Role.FUSED:
-        raise StartupError(
-            f"--data-parallel-size {args.data_parallel_size} and --tensor-parallel-size {args.tensor_parallel_size}: "
-            f"a {args.role} node has a single rank so far; start more nodes instead"
-        )
     if args.tensor_parallel_size > 1 and args.host_kv_gb:
         raise StartupError(
             f"--host-kv-gb {args.host_kv_gb:g}: the host tier is not split over tensor-parallel ranks yet; leave "

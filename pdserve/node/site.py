@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,19 +31,18 @@ from pdserve.rpc.server import Service
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What a node's services are built on. incarnation: of this life of its ranks."""
+    """What a node's services are built on. readies: of every process. incarnation: of this life of its ranks."""
 
     args: ServerArgs
     ranks: Ranks
-    ready: Ready
+    readies: Sequence[Ready]
     tokenizer: Tokenizer
     incarnation: str
 
     @property
-    def rank(self) -> Rank:
-        """The only one."""
-        assert len(self.ranks) == 1, f"{len(self.ranks)} ranks"
-        return self.ranks[0]
+    def ready(self) -> Ready:
+        """Of the first; what the node says of itself, the others say too."""
+        return self.readies[0]
 
     def text(self, source: TokenSource) -> TextGenerator:
         """Text answers over a source of tokens."""
@@ -101,10 +100,10 @@ class Sites:
             ]
             ranks = _ranks(self.args, specs, self.are_in_step)
             try:
-                ready = await ranks.start(specs, timeout_s=self.args.startup_timeout_s, on_loading=on_loading)
+                readies = await ranks.start(specs, timeout_s=self.args.startup_timeout_s, on_loading=on_loading)
                 await asyncio.to_thread(model.refuse_changed)
-                ranks.dispatch = _dispatch(self.args, ready)
-                yield Site(self.args, ranks, ready, self.tokenizer, incarnation)
+                ranks.dispatch = _dispatch(self.args, readies[0])
+                yield Site(self.args, ranks, readies, self.tokenizer, incarnation)
             finally:
                 await ranks.stop()
 

@@ -43,9 +43,9 @@ def protocol_difference(newest: int, oldest: int) -> str | None:
 class Description:
     """A prefill node: who it is, and what its memory looks like.
 
-    incarnation: another one after each start. rank_metadata: what a transport needs to read from each rank.
-    num_blocks, num_slots: of one rank. longest_chunk_s: of its forwards lately, of its warm-up at first. kv_checksum:
-    its chunks come with a hash a block.
+    incarnation: another one after each start. rank_metadata: what a transport needs to read from each process,
+    data-parallel rank by data-parallel rank. num_blocks, num_slots: of one rank. longest_chunk_s: of its forwards
+    lately, of its warm-up at first. kv_checksum: its chunks come with a hash a block.
     """
 
     incarnation: str
@@ -66,7 +66,10 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class PeerLoad:
-    """num_queued_tokens: of prompts P took on and has not computed. num_free_blocks: of one rank, not taken by them."""
+    """num_queued_tokens: of prompts P took on and has not computed, a data-parallel rank on average.
+
+    num_free_blocks: not taken by them, of the rank that has most.
+    """
 
     num_queued_tokens: int
     num_free_blocks: int
@@ -138,7 +141,7 @@ class Computing:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Blocks for the whole prompt are reserved on `num_ranks` ranks of P."""
+    """Blocks for the whole prompt are reserved in the `num_ranks` processes of one of P's data-parallel ranks."""
 
     lease_id: LeaseId
     num_ranks: int

@@ -28,14 +28,18 @@ from pdserve.engine.messages import (
     ToRank,
     ToTransport,
 )
+from pdserve.engine.ranks import Ranks
 from pdserve.errors import NotReady
 from pdserve.kv.layout import Fingerprint
 from pdserve.request import BlockId, FinishReason, LeaseId, RequestId, SamplingParams
 from pdserve.rpc.handoff import Accepted, ChunkReady, Computing, Description, FirstToken, Renew, RequestKey, Start
 from pdserve.rpc.handoff_codec import decode_description, decode_to_decode, encode_describe, encode_to_prefill
 from pdserve.v1 import handoff_pb2 as pb
-from prefill_node import service
-from prefill_node.service import Handoff, HandoffServicer
+from prefill_node import handoff as one_handoff
+from prefill_node.handoff import Handoff
+from prefill_node.parts import FromPart
+from prefill_node.service import HandoffServicer
+from prefill_node.workload import Workload
 
 LIMIT_S = 20.0
 FINGERPRINT = Fingerprint(1, "LlamaForCausalLM", "r0", "float32", 16, 2, 2, 16, 288)
@@ -46,9 +50,17 @@ P = Description("life-1", "0", FINGERPRINT, 0, 8, 1024, (b"",), 512, 4, 30.0)
 class ByHand:
     """A front's rank, and the ends that a rank process would have."""
 
-    rank: Rank
+    ranks: Ranks
     loop: RankChannel[ToRank, FromRank]
     transport: RankChannel[ToTransport, FromTransport]
+
+    @property
+    def rank(self) -> Rank:
+        return self.ranks[0]
+
+    def say(self, message: LeaseOpened | ChunkAnnounced) -> None:
+        """As the transport of its only process."""
+        self.rank.members[0].on_transport(message)
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         async with asyncio.timeout(LIMIT_S):
@@ -75,7 +87,7 @@ async def by_hand() -> AsyncIterator[ByHand]:
         to_loop: FrontChannel[FromRank, ToRank] = FrontChannel(loop, FromRank)
         to_transport: FrontChannel[FromTransport, ToTransport] = FrontChannel(transport, FromTransport)
         hand = ByHand(
-            Rank([Member(to_loop, to_transport)], max_live=4),
+            Ranks([Rank([Member(to_loop, to_transport)], max_live=4)]),
             RankChannel(loop, ToRank),
             RankChannel(transport, ToTransport),
         )
@@ -111,63 +123,70 @@ async def requests() -> AsyncIterator[pb.PrefillRequest]:
 
 async def test_the_lease_is_told_before_the_first_token_whichever_came_first(by_hand: ByHand) -> None:
     """The token comes from the loop and the lease from the transport thread, by sockets of their own."""
-    servicer = HandoffServicer(by_hand.rank, P)
+    servicer = HandoffServicer(by_hand.ranks, P)
     async with aclosing(servicer.Prefill(requests(), CONTEXT)) as responses:
         first = asyncio.ensure_future(anext(responses))
         request_id = await by_hand.submitted()
         lease = LeaseId(request_id)
         by_hand.rank.deliver(request_id, Output(request_id, (5,), num_chunks=1))
-        by_hand.rank.deliver(request_id, LeaseOpened(lease))
-        by_hand.rank.deliver(request_id, ChunkAnnounced(lease, 0, 0, 3, (BlockId(2),)))
+        by_hand.say(LeaseOpened(lease))
+        by_hand.say(ChunkAnnounced(lease, 0, 0, 3, (BlockId(2),)))
         async with asyncio.timeout(LIMIT_S):
             said = [decode_to_decode(await response) for response in (first, anext(responses), anext(responses))]
     assert said[0] == Accepted(lease, num_ranks=1)
     assert {type(message) for message in said[1:]} == {ChunkReady, FirstToken}
 
 
+def accepted(rank: Rank) -> Handoff:
+    workload = Workload(P.num_blocks, FINGERPRINT.block_size)
+    handoff = Handoff(LeaseId("a"), rank, workload, num_prompt_tokens=512, lease_s=30.0)
+    workload.add(handoff.lease_id, 512)
+    handoff.answer(FromPart(0, LeaseOpened(handoff.lease_id)))
+    return handoff
+
+
 async def test_a_prefill_node_tells_of_progress_for_as_long_as_its_loop_shows_life(
     by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A round of its longest may pass without a word; three of them may not."""
-    servicer = HandoffServicer(by_hand.rank, P)
     by_hand.loop.send(Pong(0, longest_round_s=20.0))
     await by_hand.until(lambda: by_hand.rank.longest_round_s == 20.0)
-    handoff = Handoff(LeaseId("a"), is_accepted=True, num_tokens_done=64)
+    handoff = accepted(by_hand.rank)
+    handoff.answer(FromPart(0, ChunkAnnounced(handoff.lease_id, 0, 0, 64, ())))
     later_s = 0.0
     monkeypatch.setattr(member, "monotonic", lambda: time.monotonic() + later_s)
-    for later_s, expected in ((0.0, Computing(64)), (50.0, Computing(64)), (70.0, None)):  # noqa: B007
-        assert servicer._progress(handoff) == expected
+    for later_s, expected in ((0.0, (Computing(64),)), (50.0, (Computing(64),)), (70.0, ())):  # noqa: B007
+        assert handoff.progress() == expected
     by_hand.loop.send(Pong(512))
     async with asyncio.timeout(LIMIT_S):
-        while (said := servicer._progress(handoff)) is None:  # noqa: ASYNC110 - nothing would set an event for it
+        while not (said := handoff.progress()):  # noqa: ASYNC110 - nothing would set an event for it
             await asyncio.sleep(0)
-    assert said == Computing(64, rank_tokens_computed=512)
+    assert said == (Computing(64, rank_tokens_computed=512),)
 
 
 async def test_without_long_chunks_a_third_of_the_lease_is_how_long_a_loop_may_be_silent(
     by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    servicer = HandoffServicer(by_hand.rank, replace(P, lease_s=30.0))
-    handoff = Handoff(LeaseId("a"), is_accepted=True)
+    handoff = accepted(by_hand.rank)
     start_s = time.monotonic()
     monkeypatch.setattr(member, "monotonic", lambda: start_s + 9.9)
-    assert servicer._progress(handoff) is not None
+    assert handoff.progress()
     monkeypatch.setattr(member, "monotonic", lambda: start_s + 10.1)
-    assert servicer._progress(handoff) is None
+    assert not handoff.progress()
 
 
 async def test_what_decode_says_does_not_keep_a_prefill_node_from_telling_of_progress(
     by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Renewals of a short lease come more often than progress does."""
-    monkeypatch.setattr(service, "PROGRESS_S", 0.05)
-    servicer = HandoffServicer(by_hand.rank, P)
+    monkeypatch.setattr(one_handoff, "PROGRESS_S", 0.05)
+    servicer = HandoffServicer(by_hand.ranks, P)
 
     async def renewing() -> AsyncIterator[pb.PrefillRequest]:
         async for request in start_alone():
             yield request
         lease = LeaseId(await by_hand.submitted())
-        by_hand.rank.deliver(RequestId(lease), LeaseOpened(lease))
+        by_hand.say(LeaseOpened(lease))
         while True:
             yield encode_to_prefill(Renew(lease))
             await asyncio.sleep(0)
@@ -180,7 +199,7 @@ async def test_what_decode_says_does_not_keep_a_prefill_node_from_telling_of_pro
 
 async def test_describe_tells_how_long_a_chunk_takes_now_and_not_what_the_warm_up_said(by_hand: ByHand) -> None:
     """A start on a busy machine is not held against the node for good."""
-    servicer = HandoffServicer(by_hand.rank, replace(P, longest_chunk_s=28.0))
+    servicer = HandoffServicer(by_hand.ranks, replace(P, longest_chunk_s=28.0))
     by_hand.rank.members[0].longest_round_s = 28.0
     assert decode_description(await servicer.Describe(encode_describe(), CONTEXT)).longest_chunk_s == 28.0
     by_hand.loop.send(Pong(512, longest_round_s=0.5))
@@ -193,7 +212,7 @@ async def test_prompts_that_a_decode_node_leaves_behind_are_told_in_a_few_lines(
     by_hand: ByHand, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "prefill_node")
-    servicer = HandoffServicer(by_hand.rank, P)
+    servicer = HandoffServicer(by_hand.ranks, P)
     for _ in range(3):
         responses = servicer.Prefill(requests(), CONTEXT)
         first = asyncio.ensure_future(anext(responses))
@@ -212,12 +231,12 @@ async def test_a_prompt_that_ended_with_its_first_token_or_with_an_error_was_not
     by_hand: ByHand, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "prefill_node")
-    servicer = HandoffServicer(by_hand.rank, P)
+    servicer = HandoffServicer(by_hand.ranks, P)
     for output in (Output(RequestId(""), (5,), finish=FinishReason.STOP), Output(RequestId(""), error_name="NotReady")):
         async with aclosing(servicer.Prefill(requests(), CONTEXT)) as responses:
             first = asyncio.ensure_future(anext(responses))
             request_id = await by_hand.submitted()
-            by_hand.rank.deliver(request_id, LeaseOpened(LeaseId(request_id)))
+            by_hand.say(LeaseOpened(LeaseId(request_id)))
             async with asyncio.timeout(LIMIT_S):
                 await first
                 by_hand.rank.deliver(request_id, output)

@@ -135,7 +135,7 @@ class Cluster:
         rank = self._rank(args, inside)
         inside.start()
         ready = await rank.members[0].attach(timeout_s=LIMIT_S)
-        parts = BUILDS[role](Site(args, Ranks([rank]), ready, ByteTokenizer(), incarnation=f"life-of-{name}"))
+        parts = BUILDS[role](Site(args, Ranks([rank]), [ready], ByteTokenizer(), incarnation=f"life-of-{name}"))
         self._watch(name, rank)
         server = RpcServer(parts.services, port=args.port)
         args.port = await server.start()

@@ -12,7 +12,7 @@ from decode_node import handoff
 from pdserve.engine.messages import LeaseGone
 from pdserve.rpc.handoff import Computing, Queued, Renew
 from pdserve.scheduler.plan import RoundPlan
-from prefill_node import service
+from prefill_node import handoff as prefill_handoff
 from tests.roles.cluster import Cluster, Told, answer_to, ask, prompt_of, settle
 from tests.roles.inside import CHUNK, Held, Size
 from tests.roles.relay import Asked, Passed, relay_to
@@ -24,7 +24,7 @@ LOCAL = prompt_of(20, seed=1)
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Signs of life are given far more often, and waited for far less, than between machines."""
-    monkeypatch.setattr(service, "PROGRESS_S", 0.05)
+    monkeypatch.setattr(prefill_handoff, "PROGRESS_S", 0.05)
     monkeypatch.setattr(handoff, "SILENCE_S", 1.0)
 
 

@@ -15,7 +15,7 @@ from pdserve.errors import DeadlineExceeded, NotReady, PeerError, QueueFull, Wro
 from pdserve.request import FinishReason
 from pdserve.rpc.handoff import Accepted, ChunkReady, Computing, FirstToken, Queued, Start
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
-from prefill_node import service
+from prefill_node import handoff
 from tests.roles.cluster import Cluster, Node, Pair, answer_to, ask, prompt_of, settle, until, until_load
 from tests.roles.inside import BLOCK_SIZE, CHUNK, Held, Size
 from tests.roles.relay import Asked, decode_by_hand, relay_to
@@ -110,7 +110,7 @@ def retry_delay_s(metadata: Any) -> float:
 
 
 async def test_whoever_waits_at_the_prefill_node_hears_of_it(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "PROGRESS_S", 0.02)
+    monkeypatch.setattr(handoff, "PROGRESS_S", 0.02)
     prefill = await nodes.start_prefill(Size(num_blocks=8))
     async with decode_by_hand(prefill) as decode:
         first = await decode.begin(prompt_of(6 * BLOCK_SIZE), "first")
@@ -174,7 +174,7 @@ async def test_a_deadline_ends_the_request_on_both_nodes(nodes: Cluster) -> None
 async def test_a_prefill_node_keeps_to_the_deadline_of_a_decode_node_that_is_silent(
     nodes: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "PROGRESS_S", 0.02)
+    monkeypatch.setattr(handoff, "PROGRESS_S", 0.02)
     prefill = await nodes.start_prefill()
     async with decode_by_hand(prefill) as decode:
         stream = await decode.begin(PROMPT, time_left_s=1.0)

@@ -34,6 +34,23 @@ TINY_LLAMA = {
     "initializer_range": 0.15,
 }
 
+TINY_MIXTRAL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 16384,
+    "sliding_window": None,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "initializer_range": 0.15,
+}
+
 Pair = tuple[Node, Node]
 Greedy = Callable[[Sequence[int], int], tuple[int, ...]]
 
@@ -73,6 +90,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_greedy(tiny_model: Path) -> Greedy:
     """What transformers generates with the tiny model's weights."""
     return reference(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny mixture of experts, with random weights."""
+    directory = tmp_path_factory.mktemp("mixtral")
+    torch.manual_seed(5)
+    transformers.MixtralForCausalLM(transformers.MixtralConfig(**TINY_MIXTRAL)).save_pretrained(directory)
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def mixtral_greedy(mixtral: Path) -> Greedy:
+    return reference(mixtral)
 
 
 def reference(directory: str | Path) -> Greedy:

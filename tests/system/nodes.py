@@ -61,15 +61,23 @@ class Node:
         with self.client() as client:
             return client.generate(token_ids=prompt, max_new_tokens=max_new_tokens, temperature=0.0, **options)
 
-    def load(self) -> RankLoad:
-        """With every table of the rank checked."""
+    def loads(self) -> list[RankLoad]:
+        """Of every rank, with every table of it checked."""
         with self.client() as client:
-            (load,) = client.loads(check_integrity=True)
+            return client.loads(check_integrity=True)
+
+    def load(self) -> RankLoad:
+        """Of the only rank."""
+        (load,) = self.loads()
         return load
 
     def wait_until_quiet(self) -> None:
         """Nothing is held, leased, quarantined or on the wire."""
-        wait_for(lambda: not in_use(self.load()), lambda: f"{self.process.name} holds {in_use(self.load())}")
+
+        def held() -> list[dict[str, int]]:
+            return [in_use(load) for load in self.loads()]
+
+        wait_for(lambda: not any(held()), lambda: f"{self.process.name} holds {held()}:\n{self.log}")
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)

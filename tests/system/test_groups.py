@@ -10,53 +10,20 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import torch
 
 from pdserve.bench.processes import children
 from pdserve.config import Role
 from pdserve.errors import InvalidRequest, NotReady
-from pdserve.request import FinishReason, RankLoad
-from tests.system.conftest import EOS, NUM_BYTES, VOCAB_SIZE, Greedy, byte_tokenizer, reference
-from tests.system.nodes import BLOCK_SIZE, CHUNK, Node, Nodes, in_use, wait_for
+from pdserve.request import FinishReason
+from tests.system.conftest import NUM_BYTES, Greedy
+from tests.system.nodes import BLOCK_SIZE, CHUNK, Node, Nodes, wait_for
 from tests.system.test_life import long_answer
-
-transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.system
 
 NUM_NEW = 12
 LENGTHS = (1, BLOCK_SIZE - 1, 2 * BLOCK_SIZE, CHUNK + 1, 3 * CHUNK + 3, 5, 40, 100)
-TINY_MIXTRAL = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 16384,
-    "sliding_window": None,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-    "initializer_range": 0.15,
-}
 GATE = {"prefill_attempt_interval": 2, "prefill_any_attempt_interval": 6}
-
-
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("mixtral")
-    torch.manual_seed(5)
-    transformers.MixtralForCausalLM(transformers.MixtralConfig(**TINY_MIXTRAL)).save_pretrained(directory)
-    byte_tokenizer().save(str(directory / "tokenizer.json"))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def mixtral_greedy(mixtral: Path) -> Greedy:
-    return reference(mixtral)
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +40,6 @@ def prompt_of(length: int) -> list[int]:
     return [Random(f"groups {length}").randrange(NUM_BYTES) for _ in range(length)]
 
 
-def loads_of(node: Node) -> list[RankLoad]:
-    with node.client() as client:
-        return client.loads(check_integrity=True)
-
-
-def wait_until_quiet(node: Node) -> None:
-    wait_for(lambda: not any(map(in_use, loads_of(node))), lambda: f"{loads_of(node)}\n{node.log}")
-
-
 def test_a_grid_of_ranks_with_experts_and_a_gate_answers_as_transformers_does(
     grid: Node, mixtral_greedy: Greedy
 ) -> None:
@@ -90,8 +48,8 @@ def test_a_grid_of_ranks_with_experts_and_a_gate_answers_as_transformers_does(
         answers = list(pool.map(lambda prompt: grid.ask(prompt, NUM_NEW), prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == mixtral_greedy(prompt, NUM_NEW), f"{len(prompt)} tokens"
-    wait_until_quiet(grid)
-    first, second = loads_of(grid)
+    grid.wait_until_quiet()
+    first, second = grid.loads()
     assert (first.rank, second.rank) == (0, 1)
     for load in (first, second):
         assert load.counters["output_tokens"] == NUM_NEW * len(prompts) // 2
@@ -103,13 +61,13 @@ def test_a_grid_of_ranks_with_experts_and_a_gate_answers_as_transformers_does(
 def test_a_request_that_names_its_rank_gets_it_and_the_other_only_takes_part(
     grid: Node, mixtral_greedy: Greedy
 ) -> None:
-    wait_until_quiet(grid)
-    before = loads_of(grid)
+    grid.wait_until_quiet()
+    before = grid.loads()
     prompt = prompt_of(30)
     for _ in range(3):
         assert grid.ask(prompt, NUM_NEW, data_parallel_rank=1).token_ids == mixtral_greedy(prompt, NUM_NEW)
-    wait_until_quiet(grid)
-    after = loads_of(grid)
+    grid.wait_until_quiet()
+    after = grid.loads()
     drawn = [
         one.counters["output_tokens"] - other.counters["output_tokens"]
         for one, other in zip(after, before, strict=True)
@@ -163,7 +121,7 @@ def test_a_killed_process_fails_the_groups_requests_at_once_and_the_group_comes_
         prompt = prompt_of(50)
         answer = node.ask(prompt, NUM_NEW)
         assert (answer.token_ids, answer.finish) == (mixtral_greedy(prompt, NUM_NEW), FinishReason.LENGTH)
-        wait_until_quiet(node)
+        node.wait_until_quiet()
     finally:
         nodes.end()
 

@@ -13,7 +13,7 @@ COPIED = (
 LINK, PULL, LEASE = "pdserve/transfer/link.py", "pdserve/transfer/pull.py", "pdserve/transfer/lease.py"
 LENDING, PULLING = "pdserve/engine/lending.py", "pdserve/engine/pulling.py"
 THREAD, SCHEDULER = "pdserve/engine/transport_thread.py", "pdserve/scheduler/scheduler.py"
-DECODE, PREFILL = "decode_node/handoff.py", "prefill_node/service.py"
+DECODE, PREFILL = "decode_node/handoff.py", "prefill_node/handoff.py"
 
 MUTANTS = [
     # ------------------------------------------------------------ confirm, then commit
@@ -40,7 +40,7 @@ MUTANTS = [
         (
             (
                 "        if not self._is_confirmed:\n            raise error\n",
-                "        if not self._is_release_sent:\n            raise error\n        self._is_committed = True\n",
+                "        if not self._is_release_sent:\n            raise error\n        self._coverage.commit(0)\n",
             ),
         ),
         "roles/test_protocol.py::test_whatever_a_prefill_node_says_wrong_the_answer_is_right_and_says_where_it_was_prefilled"
@@ -268,7 +268,7 @@ MUTANTS = [
         PREFILL,
         (
             (
-                "if not self.rank.is_alive(life_s(self.description.lease_s, self.rank.longest_round_s)):",
+                "if not self.rank.is_alive(life_s(self.lease_s, self.rank.longest_round_s)):",
                 "if self.rank.lost.is_set():",
             ),
         ),
@@ -286,15 +286,15 @@ MUTANTS = [
         PREFILL,
         (
             (
-                "if not handoff.is_accepted or message.lease_id != handoff.lease_id:",
-                "if not handoff.is_accepted:",
+                "if not self._is_accepted or message.lease_id != self.lease_id:",
+                "if not self._is_accepted:",
             ),
         ),
         "roles/test_protocol.py::test_whatever_a_decode_node_says_wrong_ends_its_stream_and_frees_its_blocks",
     ),
     Mutant(
         "a start meant for another life of the node is taken",
-        PREFILL,
+        "prefill_node/service.py",
         (("if start.incarnation != mine.incarnation:", "if not start.incarnation:"),),
         "roles/test_protocol.py::test_a_start_that_does_not_fit_is_refused_with_field_and_values",
     ),
