@@ -12,6 +12,8 @@
 # make bench-peers   vLLM's prefill and decode nodes under the same requests; installs vLLM in PEERS (3.5 GB)
 # make bench-rounds  the rank loop's time outside the model's forward
 # make bench-groups  the prefill gate in a group of two ranks with shared experts, beside no policy, the fill and the cadence
+# make bench-rank-death  one process of a group is killed under load: when callers are told, when it serves again
+# make bench-group-cost  the gather of a round, and a group asleep
 # make bench-linears the matrix products of a round, packed and through torch's F.linear
 # make bench-kv      KV pulled by NIXL beside a plain copy of the same bytes
 # make bench-policies  the gate, retraction, the file tier and the cadence on a real node; ARGS="--only gate --json -"
@@ -31,7 +33,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .PHONY: demo test soak soak-handoff mutants fmt clean streams chaos calibrate
-.PHONY: bench-handoff bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity bench-simulator bench-peers bench-linears bench-groups
+.PHONY: bench-handoff bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity bench-simulator bench-peers bench-linears bench-groups bench-group-cost bench-rank-death
 
 demo: $(VENV)/.node
 	@$(BIN)/pdserve demo
@@ -105,6 +107,12 @@ bench-rounds: $(VENV)/.node
 
 bench-groups: $(VENV)/.node
 	@$(BIN)/python -m pdserve.bench.groups $(ARGS)
+
+bench-rank-death: $(VENV)/.node
+	@$(BIN)/python -m pdserve.bench.rank_death $(ARGS)
+
+bench-group-cost: $(VENV)/.node
+	@$(BIN)/python -m pdserve.bench.group_cost $(ARGS)
 
 bench-linears: $(VENV)/.node
 	@$(BIN)/python -m pdserve.bench.linears $(ARGS)

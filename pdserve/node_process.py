@@ -45,17 +45,18 @@ class NodeProcess:
         log: IO[bytes] | None = None,
         environment: Mapping[str, str] | None = None,
         cores: Collection[int] = (),
+        inside: Sequence[str] = (),
     ) -> None:
         """args: settings with a port of their own. log: where its output goes; None = where ours goes.
 
         environment: what it gets beside our variables, such as UCX_TLS. cores: the only ones it runs on, all where
-        none is named; they must be ours.
+        none is named; they must be ours. inside: a command that runs another one, such as `ip netns exec NAME`.
         """
         self.args = args
         node = program(args.role, args.command_line())
         prelude = STAYS_ON.format(cores=set(cores)) if cores else ""
         self._process = subprocess.Popen(
-            [sys.executable, "-c", prelude + ENDS_WITH_US, *node],
+            [*inside, sys.executable, "-c", prelude + ENDS_WITH_US, *node],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

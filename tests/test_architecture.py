@@ -36,6 +36,8 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "pdserve.transfer": BELOW_ENGINE,
     # The Generator and Tokenizer protocols are what the engine is to the services; it may name them.
     "pdserve.engine": (*NODE, "pdserve.rpc.generator"),
+    # The nodes of one group; what they start are ranks.
+    "pdserve.assembly": (*NODE, "pdserve.engine"),
     "pdserve.rpc": (*WORDS, "pdserve.config", "pdserve.kv.layout", "pdserve.v1"),
     "pdserve.client": (
         *WORDS,
@@ -50,7 +52,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     ),
     "pdserve.bench": COMMAND,
     # What the three roles' programs share.
-    "pdserve.node": (*NODE, "pdserve.engine", "pdserve.rpc", "pdserve.v1"),
+    "pdserve.node": (*NODE, "pdserve.assembly", "pdserve.engine", "pdserve.rpc", "pdserve.v1"),
     "pdserve.node_process": ("pdserve.config", "pdserve.errors", "pdserve.client"),
     "pdserve.demo_prompts": (),
     "pdserve.commands": COMMAND,
@@ -82,7 +84,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "tokenspeed_scheduler": ("pdserve.bench.tokenspeed",),
     "matplotlib": ("pdserve.sim.drawing", "pdserve.bench"),
     "zmq": ("pdserve.engine", "pdserve.transfer", *ROLES),
-    "msgspec": ("pdserve.engine", "pdserve.transfer"),
+    "msgspec": ("pdserve.assembly", "pdserve.engine", "pdserve.transfer"),
     "pydantic": ("pdserve.config",),
     "pydantic_settings": ("pdserve.config",),
     "google": PROTO_PLACES,

@@ -2,8 +2,9 @@
 
     python -m pdserve.bench.handoff_cost [--model smollm2] [--lengths 128,1024,6000] [--repeats 3] [--json FILE]
 
-P and D have a core each; the fused node has one core too, which is the fair comparison for one prompt at a time, and in
-a second run two. Between P and D a witness passes the messages on and notes when each came by (it costs a millisecond).
+P and D have a core each; one fused node has one core too, which is the fair comparison for one prompt at a time, and
+another has two. They take turns. Between P and D a witness passes the messages on and notes when each came by, at the
+cost of a millisecond.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -93,9 +94,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Nodes that are asked through `client`. fleet: of the pair, with its witness."""
+
+    name: str
+    client: AsyncClient
+    fleet: Fleet | None = None
+
+
 @dataclass(slots=True)
 class Bench:
-    """Nodes live as long as their part of the bench."""
+    """All nodes live as long as the bench, and take turns: those that are not asked sleep."""
 
     model: Path
     folder: Path
@@ -105,50 +115,56 @@ class Bench:
 
     async def run(self, transport: str) -> Report:
         environment = {} if transport == "default" else {"UCX_TLS": transport}
-        by_nodes = {
-            ONE_CORE: await self._fused(ONE_CORE, [0]),
-            TWO_CORES: await self._fused(TWO_CORES, [0, 1]),
-            PAIR: await self._pair(environment),
-        }
-        return Report(by_nodes)
+        async with (
+            self._fused(ONE_CORE, [0]) as one_core,
+            self._fused(TWO_CORES, [0, 1]) as two_cores,
+            self._pair(environment) as pair,
+        ):
+            sides = (one_core, two_cores, pair)
+            by_length = [await self._medians(sides, length) for length in self.lengths]
+        return Report({side.name: [medians[side.name] for medians in by_length] for side in sides})
 
     def _settings(self) -> dict[str, Any]:
         longest = max(self.lengths) + NUM_NEW
         return {**SETTINGS, "num_kv_blocks": 2 * -(-longest // SETTINGS["block_size"]) + 8}
 
-    async def _fused(self, name: str, cores: Sequence[int]) -> list[Timed]:
-        node = make_member(Role.FUSED, 0, self.model, self.folder, {}, **self._settings())
+    @asynccontextmanager
+    async def _fused(self, name: str, cores: Sequence[int]) -> AsyncIterator[Side]:
+        folder = self.folder / str(len(cores))
+        folder.mkdir()
+        node = make_member(Role.FUSED, 0, self.model, folder, {}, **self._settings())
         node.args = node.args.model_copy(update={"num_threads": len(cores)})
         node.begin()
         _pin(node, cores)
         try:
             await node.recover()
             async with AsyncClient(node.args.address, max_attempts=1) as client:
-                return [await self._median(name, client, length) for length in self.lengths]
+                yield Side(name, client)
         finally:
             assert node.process is not None
             await asyncio.to_thread(node.process.end)
 
-    async def _pair(self, environment: dict[str, str]) -> list[Timed]:
+    @asynccontextmanager
+    async def _pair(self, environment: dict[str, str]) -> AsyncIterator[Side]:
         settings = {**self._settings(), "transfer_timeout_s": ANSWER_S}
         decode = make_member(Role.DECODE, 0, self.model, self.folder, environment, **settings)
         prefill = make_member(Role.PREFILL, 0, self.model, self.folder, environment, **self._settings())
         fleet = Fleet([prefill], [decode])
         try:
             await fleet.start(lambda member: _pin(member, [0] if member is prefill else [1]))
-            return [await self._median(PAIR, fleet.clients["D0"], length, fleet) for length in self.lengths]
+            yield Side(PAIR, fleet.clients["D0"], fleet)
         finally:
             await fleet.end()
 
-    async def _median(self, name: str, client: AsyncClient, length: int, fleet: Fleet | None = None) -> Timed:
-        """Of the repeats after one that warms up, the one with the median TTFT."""
-        timings = []
+    async def _medians(self, sides: Sequence[Side], length: int) -> dict[str, Timed]:
+        """Of each side's repeats after one that warms up, the one with the median TTFT."""
+        timings: dict[str, list[Timed]] = {side.name: [] for side in sides}
         for repeat in range(self.num_repeats + 1):
-            self.progress(f"{name}: {length} tokens", repeat, self.num_repeats + 1)
-            timings.append(await self._time(client, length, fleet))
-        self.progress(f"{name}: {length} tokens", self.num_repeats + 1, self.num_repeats + 1)
-        measured = sorted(timings[1:], key=lambda timed: timed.ttft_s)
-        return measured[len(measured) // 2]
+            self.progress(f"{length} tokens", repeat, self.num_repeats + 1)
+            for side in sides:
+                timings[side.name].append(await self._time(side.client, length, side.fleet))
+        self.progress(f"{length} tokens", self.num_repeats + 1, self.num_repeats + 1)
+        return {name: _median(measured[1:]) for name, measured in timings.items()}
 
     async def _time(self, client: AsyncClient, length: int, fleet: Fleet | None) -> Timed:
         vocab_size = read_config(self.model).vocab_size
@@ -167,6 +183,10 @@ class Bench:
             all_reads_s = await _read_seconds(client) - read_before_s
             split = split_of(fleet.witnesses["P0"].log, started_s, times_s, all_reads_s)
         return Timed(length, times_s[0] - started_s, times_s[-1] - started_s, split)
+
+
+def _median(timings: Sequence[Timed]) -> Timed:
+    return sorted(timings, key=lambda timed: timed.ttft_s)[len(timings) // 2]
 
 
 async def _read_seconds(client: AsyncClient) -> float:

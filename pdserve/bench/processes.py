@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -31,6 +32,15 @@ def resident_bytes(pid: int) -> int:
     """Memory of its own that it has touched: files it maps, such as libraries, are left out."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of a core that all of its threads have taken; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def num_open_files(pid: int) -> int:

@@ -134,13 +134,22 @@ class ServerArgs(Settings):
 
     @property
     def compute_threads(self) -> int:
-        """Of a rank, for arithmetic: a person's OMP_NUM_THREADS, else --num-threads, else its share of the cores."""
-        return environment.omp_num_threads() or self.num_threads or max(1, environment.num_cores() // self.num_ranks)
+        """Of each rank of this machine, for arithmetic."""
+        return self.threads_of_one_in(self.num_local_ranks)
+
+    def threads_of_one_in(self, num_local_ranks: int) -> int:
+        """A person's OMP_NUM_THREADS, else --num-threads, else a share of the cores."""
+        return environment.omp_num_threads() or self.num_threads or max(1, environment.num_cores() // num_local_ranks)
 
     @property
     def num_ranks(self) -> int:
         """Rank processes of the group."""
         return self.data_parallel_size * self.tensor_parallel_size
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Those of them on each machine."""
+        return self.num_ranks // self.nnodes
 
     @property
     def max_num_seqs_a_rank(self) -> int:

@@ -39,6 +39,27 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def torchrun_given() -> dict[str, str]:
+    """What torchrun says of the nodes, by field; empty where it did not start this process.
+
+    Its own store listens at MASTER_PORT, so the group meets at the port after that.
+    """
+    given = os.environ
+    if "TORCHELASTIC_RUN_ID" not in given:
+        return {}
+    num_nodes, port = given.get("GROUP_WORLD_SIZE", "1"), given.get("MASTER_PORT", "")
+    if num_nodes == "1" or not port.isdecimal():
+        return {}
+    address = f"{given.get('MASTER_ADDR', '')}:{int(port) + 1}"
+    return {"nnodes": num_nodes, "node_rank": given.get("GROUP_RANK", "0"), "dist_init_addr": address}
+
+
+def num_torchrun_processes() -> int:
+    """That torchrun started on this machine, this one among them; 1 without it."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
+    return int(text) if text.isdecimal() else 1
+
+
 def cache_dir() -> Path:
     """Where models and built kernels are kept: pdserve's folder in the user's cache. It may not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME")

@@ -93,6 +93,13 @@ class Settings(BaseModel):
     tensor_parallel_size: Annotated[
         Count, Field(le=64), Flag(GROUP, "processes that share each rank's matrices and KV heads", alias="tp")
     ] = 1
+    nnodes: Annotated[Count, Field(le=64), Flag(GROUP, "machines that the ranks are on, as many on each")] = 1
+    node_rank: Annotated[
+        int, Field(ge=0), Flag(GROUP, "which of them this is; 0 has the front, others serve through it")
+    ] = 0
+    dist_init_addr: Annotated[
+        str | None, Flag(GROUP, "HOST:PORT of node 0 where the others come to (a port beside --port)", "ADDR")
+    ] = None
     load_balance_method: Annotated[
         LoadBalanceMethod, Lax, Flag(GROUP, "which data-parallel rank a request goes to")
     ] = LoadBalanceMethod.SHORTEST_QUEUE

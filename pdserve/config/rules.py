@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from pdserve.config import environment, flags
 from pdserve.config.fields import FIELDS, DecodeFallback, Role, Settings, flag_name
-from pdserve.config.peer_address import wrong_with_peer
+from pdserve.config.peer_address import split_address, wrong_with_peer
 from pdserve.config.policy_rules import POLICY_FIELDS, policy_faults
 from pdserve.faults import Fault
 
@@ -19,10 +19,11 @@ def faults_of(settings: Settings) -> list[Fault]:
         *policy_faults(settings),
         *_address_faults(settings),
         *_group_faults(settings),
+        *_node_faults(settings),
         *_size_faults(settings),
         *_tier_faults(settings),
         *_peer_faults(settings),
-        *_thread_faults(),
+        *_environment_faults(),
     ]
 
 
@@ -50,6 +51,32 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _node_faults(settings: Settings) -> Iterable[Fault]:
+    """Of a group on several machines."""
+    address, nnodes = settings.dist_init_addr, settings.nnodes
+    if settings.node_rank >= nnodes:
+        reason = f"--nnodes is {nnodes}, so it is one of 0 to {nnodes - 1}"
+        yield Fault(flag_name("node_rank"), settings.node_rank, reason)
+    if settings.node_rank == 0 and settings.data_parallel_size % nnodes:  # the others are told how many there are
+        reason = f"--nnodes {nnodes} share the data-parallel ranks evenly; give a multiple of {nnodes}"
+        yield Fault(flag_name("data_parallel_size"), settings.data_parallel_size, reason)
+    if nnodes > 1 and address is None:
+        yield Fault(flag_name("dist_init_addr"), None, f"is needed with --nnodes {nnodes}: HOST:PORT of node 0")
+    if address is not None:
+        yield from _meeting_faults(settings, address)
+
+
+def _meeting_faults(settings: Settings, address: str) -> Iterable[Fault]:
+    split = split_address(address)
+    if settings.nnodes == 1:
+        yield Fault(flag_name("dist_init_addr"), address, "is for several machines; give --nnodes too, or leave it out")
+    elif split is None:
+        yield Fault(flag_name("dist_init_addr"), address, "must be HOST:PORT with a port of 1 to 65535")
+    elif not settings.insecure and not is_loopback(split[0]):
+        reason = "other machines could reach the group, and there is no TLS yet; add --insecure to allow that"
+        yield Fault(flag_name("dist_init_addr"), address, reason)
 
 
 def _group_faults(settings: Settings) -> Iterable[Fault]:
@@ -93,7 +120,10 @@ def _peer_faults(settings: Settings) -> Iterable[Fault]:
         yield Fault(flag_name("decode_fallback"), settings.decode_fallback, reason)
 
 
-def _thread_faults() -> Iterable[Fault]:
+def _environment_faults() -> Iterable[Fault]:
+    if (num_processes := environment.num_torchrun_processes()) > 1:
+        reason = "a node is one process, which starts its ranks itself; give torchrun --nproc-per-node 1"
+        yield Fault("LOCAL_WORLD_SIZE", num_processes, reason, "torchrun's environment")
     text = environment.omp_num_threads_text()
     if text and environment.omp_num_threads() is None:
         yield Fault("OMP_NUM_THREADS", text, "must be a whole number of at least 1", "the environment")

@@ -1,4 +1,5 @@
-"""Where values come from: command line > PDSERVE_* environment > --config file > default, layered by pydantic-settings.
+"""Where values come from: command line > PDSERVE_* environment > --config file > torchrun > default, layered by
+pydantic-settings.
 
 The command line and the environment are text; text is turned into numbers here, and everything then passes the same
 strict checks that values assigned in code pass.
@@ -37,6 +38,16 @@ class FileSource(PydanticBaseSettingsSource):
         return read_file(Path(name)) if name else {}
 
 
+class TorchrunSource(PydanticBaseSettingsSource):
+    """What torchrun's environment says of the nodes."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self().get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return dict(environment.torchrun_given())
+
+
 class LayeredSettings(Settings, BaseSettings):
     """The settings as the layers give them."""
 
@@ -51,7 +62,7 @@ class LayeredSettings(Settings, BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, FileSource(settings_cls)
+        return init_settings, env_settings, FileSource(settings_cls), TorchrunSource(settings_cls)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -103,7 +114,9 @@ def _origin(name: str, given: dict[str, Any]) -> str:
     if name in given:
         return ""
     variable = environment.variable(name)
-    return variable if variable in environment.settings_given() else "the --config file"
+    if variable in environment.settings_given():
+        return variable
+    return "torchrun's environment" if name in environment.torchrun_given() else "the --config file"
 
 
 def worded(message: str) -> str:

@@ -16,6 +16,8 @@ from pdserve.engine.launch import PolicySpec, RankSpec, TierSpec, TransportSpec
 from pdserve.engine.leading import Followers, LeadingLink, LeadingRunner
 from pdserve.engine.memory import available_bytes, choose_num_blocks
 from pdserve.engine.messages import (
+    JOINING,
+    WARMING_UP,
     AskForWake,
     FromLeader,
     FromRank,
@@ -131,6 +133,8 @@ def build(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> BuiltRank:
     layout = config.kv_layout(spec.block_size).shard(spec.grid.tensor_parallel_size)
     # Measured before any rank has loaded anything: joining waits for all of them.
     available = _available_bytes(spec, directory)
+    if spec.grid.num_ranks > 1:
+        front.send(Loading(JOINING, 0, 0))
     joined = join(spec.grid, timeout_s=spec.startup_timeout_s)
     scheduler_config = _scheduler_config(spec, config, layout, available)
     num_blocks = joined.least(scheduler_config.num_blocks)
@@ -156,7 +160,7 @@ def _build_leader(plot: Plot) -> BuiltRank:
     if followers:
         runner = LeadingRunner(runner, followers)
     longest_chunk_s = warm_up(
-        scheduler_config, runner, lambda done: front.send(Loading("warming up", done, _WARM_UP_ROUNDS))
+        scheduler_config, runner, lambda done: front.send(Loading(WARMING_UP, done, _WARM_UP_ROUNDS))
     )
     scheduler = Scheduler(scheduler_config)
     tiers = _tiers(spec.tiers, storage, scheduler_config.num_host_blocks, plot.fingerprint)

@@ -1,4 +1,5 @@
-"""Sockets between a front and its ranks: ZeroMQ pairs over ipc in a directory that only this user may enter.
+"""Sockets between a front and its ranks: ZeroMQ pairs, over ipc in a directory that only this user may enter, or over
+tcp to ranks on other machines.
 
 Each message is one frame of typed msgpack. The front binds, a rank connects; a leader binds, its followers connect. A
 rank's loop and its transport thread have a socket each, so that neither waits for the other.
@@ -45,10 +46,14 @@ def private_directory() -> Iterator[Path]:
         yield Path(path)
 
 
-def _set_options(socket: zmq.Socket[Any], linger_ms: int) -> None:
+def _set_options(socket: zmq.Socket[Any], linger_ms: int, endpoint: str) -> None:
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
     socket.setsockopt(zmq.LINGER, linger_ms)
+    if endpoint.startswith("tcp:"):
+        socket.setsockopt(zmq.IPV6, 1)
+        # What a broken connection has swallowed is lost: with a second one, the two ends would have different views.
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
 
 
 class RankChannel(Generic[Received, Sent]):
@@ -59,7 +64,7 @@ class RankChannel(Generic[Received, Sent]):
 
     def __init__(self, endpoint: str, received: object, *, binds: bool = False) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        _set_options(self._socket, linger_ms=1000)
+        _set_options(self._socket, 1000, endpoint)
         if binds:
             self._socket.bind(endpoint)
         else:
@@ -93,11 +98,12 @@ class FrontChannel(Generic[Received, Sent]):
 
     def __init__(self, endpoint: str, received: object) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        _set_options(self._socket, linger_ms=0)
+        _set_options(self._socket, 0, endpoint)
         self._socket.bind(endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(received)
         self._on_message: Callable[[Received], None] | None = None
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def listen(self, on_message: Callable[[Received], None]) -> None:
         """Call `on_message` for whatever comes, from now on."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from pdserve.config.environment import without_settings
+from pdserve.engine.process_look import ProcessLook, look_at
 from pdserve.errors import StartupError
 
-# The ranks of a group are on one machine, and nobody else is to reach what they tell each other: gloo listens where the
-# host's name leads, unless it is told an interface.
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+# Where all ranks of a group are on one machine, nobody else is to reach what they tell each other.
+LOOPBACK = "lo"
 
 
 class TransportSpec(msgspec.Struct, frozen=True):
@@ -52,7 +54,8 @@ class TierSpec(msgspec.Struct, frozen=True):
 class GridSpec(msgspec.Struct, frozen=True):
     """This rank's place among those that serve one model: dp_rank * tensor_parallel_size + tp_rank.
 
-    init_method: where torch.distributed lets them find each other. is_in_step: all go through their rounds together.
+    num_local_ranks: on its machine. init_method: where torch.distributed lets them find each other. interface: by which
+    they talk; None = where the machine's name leads. is_in_step: all go through their rounds together.
     """
 
     data_parallel_size: int = 1
@@ -60,6 +63,7 @@ class GridSpec(msgspec.Struct, frozen=True):
     rank: int = 0
     num_local_ranks: int = 1
     init_method: str = ""
+    interface: str | None = LOOPBACK
     is_in_step: bool = False
 
     @property
@@ -106,6 +110,25 @@ class RankSpec(msgspec.Struct, frozen=True):
     policy: PolicySpec = PolicySpec()
     tiers: TierSpec = TierSpec()
 
+    def bound(self, loop: str, transport: str | None) -> RankSpec:
+        """With the endpoints as the front has bound them, which may have been left open."""
+        if self.transport is None or transport is None:
+            return replace(self, endpoint=loop)
+        return replace(self, endpoint=loop, transport=replace(self.transport, endpoint=transport))
+
+
+class Process(Protocol):
+    """A rank's process, on this machine or another one."""
+
+    async def wait(self) -> str:
+        """How it ended, in words that go on after its name."""
+
+    async def end(self, timeout_s: float) -> None:
+        """Wait for it to leave, then kill it."""
+
+    def look(self) -> ProcessLook | None:
+        """How it looks from outside; None where nothing can be seen of it."""
+
 
 class RankProcess:
     """A child that runs `pdserve.engine.rank_process`. It ends when its parent does, however the parent ended."""
@@ -117,7 +140,9 @@ class RankProcess:
     async def start(cls, spec: RankSpec) -> RankProcess:
         # Threads that wait asleep: where another process has a core, one that spins keeps its partner from finishing.
         waiting = {"OMP_WAIT_POLICY": "passive"}
-        environment = {**waiting, **LOOPBACK, **without_settings(), "OMP_NUM_THREADS": str(spec.num_threads)}
+        # gloo listens where the machine's name leads, unless it is told an interface.
+        reachable = {"GLOO_SOCKET_IFNAME": spec.grid.interface} if spec.grid.interface is not None else {}
+        environment = {**waiting, **reachable, **without_settings(), "OMP_NUM_THREADS": str(spec.num_threads)}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -130,16 +155,17 @@ class RankProcess:
         process.stdin.close()
         return cls(process)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    async def wait(self) -> int:
-        """Its exit status, negative for a signal."""
+    async def status(self) -> int:
+        """Its exit status once it has ended, negative for a signal."""
         return await self._process.wait()
 
-    async def end(self, timeout_s: float = 5.0) -> None:
-        """Wait for it to leave, then kill it."""
+    async def wait(self) -> str:
+        return f"ended with status {await self.status()}"
+
+    def look(self) -> ProcessLook | None:
+        return look_at(self._process.pid)
+
+    async def end(self, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._process.wait()

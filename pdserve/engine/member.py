@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from time import monotonic
 from typing import TypeVar
 
 from pdserve.engine.channel import FrontChannel
-from pdserve.engine.launch import RankProcess, RankSpec
+from pdserve.engine.launch import Process, RankProcess, RankSpec
 from pdserve.engine.messages import (
     FromRank,
     FromTransport,
@@ -23,19 +23,20 @@ from pdserve.engine.messages import (
     ToRank,
     ToTransport,
 )
-from pdserve.engine.process_look import ProcessLook, look_at
+from pdserve.engine.process_look import ProcessLook
 from pdserve.errors import NotReady, StartupError
 
 log = logging.getLogger(__name__)
 
 OnLoading = Callable[[Loading], None]
+Launch = Callable[[RankSpec], Awaitable[Process]]
 M = TypeVar("M")
 # A rank that was told to stop leaves at the end of its round.
 STOP_S = 5.0
 
 
 class Member:
-    """Owned by the front's event loop. name: what logs and errors call it.
+    """Owned by the front's event loop. name: what logs and errors call it. launch: how its process is started.
 
     on_message: called with what its loop says of requests. on_transport: with each message of its transport thread.
     on_lost: once, when it can be relied on no more.
@@ -46,8 +47,10 @@ class Member:
         channel: FrontChannel[FromRank, ToRank],
         transport: FrontChannel[FromTransport, ToTransport] | None = None,
         name: str = "the rank",
+        launch: Launch = RankProcess.start,
     ) -> None:
         self.name = name
+        self._launch = launch
         self._channel = channel
         self._transport = transport
         self.on_message: Callable[[FromRank], None] = lambda _: None
@@ -57,9 +60,10 @@ class Member:
         # Whoever waited for it may have given up before it fails, and has said so.
         self._ready.add_done_callback(lambda ready: ready.exception() if not ready.cancelled() else None)
         self._on_loading: OnLoading = lambda _: None
-        self._process: RankProcess | None = None
+        self._process: Process | None = None
         self._watcher: asyncio.Task[None] | None = None
         self.is_lost = False
+        self.stage = "starting"  # the last step it told of
         self.num_tokens_computed = 0  # of prompts, as the loop said last
         self.longest_round_s = 0.0  # as the loop said last, of its warm-up first
         self._last_life_s = self._last_work_s = monotonic()
@@ -68,13 +72,13 @@ class Member:
 
     # ------------------------------------------------------------ start and end
 
-    async def start(self, spec: RankSpec, *, timeout_s: float, on_loading: OnLoading) -> Ready:
-        """Start the process and wait until it has run a real forward. Raises StartupError."""
-        self._process = await RankProcess.start(spec)
+    async def start(self, spec: RankSpec, *, on_loading: OnLoading) -> Ready:
+        """Start the process and wait, without a deadline, until it has run a real forward. Raises StartupError."""
+        self._process = await self._launch(spec)
         self._watcher = asyncio.create_task(self._watch_process(self._process))
-        return await self.attach(timeout_s=timeout_s, on_loading=on_loading)
+        return await self.attach(timeout_s=None, on_loading=on_loading)
 
-    async def attach(self, *, timeout_s: float, on_loading: OnLoading = lambda _: None) -> Ready:
+    async def attach(self, *, timeout_s: float | None, on_loading: OnLoading = lambda _: None) -> Ready:
         """Serve a rank that somebody else started, once it is ready."""
         self._on_loading = on_loading
         self._channel.listen(self._guarded(self._on_message))
@@ -101,6 +105,10 @@ class Member:
 
         return guarded
 
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.done() and not self._ready.cancelled() and self._ready.exception() is None
+
     async def stop(self) -> None:
         """End the process: at once where it is lost, or after a few seconds in which it may leave."""
         with suppress(NotReady):
@@ -115,9 +123,8 @@ class Member:
         if self._transport is not None:
             self._transport.close()
 
-    async def _watch_process(self, process: RankProcess) -> None:
-        status = await process.wait()
-        self.lose(f"the process of {self.name} ended with status {status}")
+    async def _watch_process(self, process: Process) -> None:
+        self.lose(f"the process of {self.name} {await process.wait()}")
 
     def lose(self, reason: str) -> None:
         """It is not relied on any more; the first reason counts."""
@@ -129,14 +136,19 @@ class Member:
         self.on_lost(reason)
 
     @property
+    def endpoints(self) -> tuple[str, str | None]:
+        """Where its loop, and its transport thread, find this end."""
+        return self._channel.endpoint, self._transport.endpoint if self._transport is not None else None
+
+    @property
     def is_stopped(self) -> bool:
-        """Its process is on this machine and was stopped by a signal."""
+        """Its process was stopped by a signal."""
         look = self._look()
         return look is not None and look.is_stopped
 
     def _look(self) -> ProcessLook | None:
         """None where its process is gone, or somebody else's."""
-        return look_at(self._process.pid) if self._process is not None else None
+        return self._process.look() if self._process is not None else None
 
     # ------------------------------------------------------------ messages
 
@@ -155,6 +167,7 @@ class Member:
                 if not self._ready.done():
                     self._ready.set_exception(StartupError(message.message))
             case Loading():
+                self.stage = message.stage
                 self._on_loading(message)
             case _:
                 self.on_message(message)

@@ -99,6 +99,10 @@ class Loading(Message, frozen=True):
     total: int
 
 
+# Steps in which a rank waits for the others of its group.
+JOINING, WARMING_UP = "finding the other ranks", "warming up"
+
+
 class StartFailed(Message, frozen=True):
     """The rank cannot start; message is one line that ends with the remedy."""
 

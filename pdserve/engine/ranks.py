@@ -10,7 +10,7 @@ from pdserve.engine.dispatch import Dispatch, shortest_queue
 from pdserve.engine.front import Rank
 from pdserve.engine.launch import RankSpec
 from pdserve.engine.member import Member, OnLoading
-from pdserve.engine.messages import Ready
+from pdserve.engine.messages import JOINING, WARMING_UP, Ready
 from pdserve.errors import InvalidRequest, NotReady, RequestIdInUse, StartupError
 from pdserve.request import RankLoad, RequestId, TokenRequest
 
@@ -59,15 +59,24 @@ class Ranks:
     async def start(self, specs: Sequence[RankSpec], *, timeout_s: float, on_loading: OnLoading) -> list[Ready]:
         """Start every process, specs in the order of `members`, and wait for all, in that order. Raises StartupError
         for the first that cannot start."""
-        starts = [
-            member.start(spec, timeout_s=timeout_s, on_loading=on_loading)
-            for member, spec in zip(self.members, specs, strict=True)
-        ]
-        ready = await _all_or_first_error(starts)
+        starts = [member.start(spec, on_loading=on_loading) for member, spec in zip(self.members, specs, strict=True)]
+        try:
+            async with asyncio.timeout(timeout_s):
+                ready = await _all_or_first_error(starts)
+        except TimeoutError:
+            raise StartupError(
+                f"{self._who_is_late()} after {timeout_s:.0f} s: look at the log above, or raise --startup-timeout-s"
+            ) from None
         if len(self.members) > 1:
             stall_s = max(STALL_S, STALL_CHUNKS * max(one.longest_chunk_s for one in ready))
             self._watcher = asyncio.create_task(self._watch_life(stall_s))
         return ready
+
+    def _who_is_late(self) -> str:
+        """Those that others wait for, where some only wait."""
+        late = [member for member in self.members if not member.is_ready]
+        late = [member for member in late if member.stage not in (JOINING, WARMING_UP)] or late
+        return ", ".join(f"{member.name} was not ready ({member.stage})" for member in late)
 
     async def stop(self) -> None:
         """End every process; live requests fail."""

@@ -11,10 +11,12 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
+from pdserve.assembly.assembly import Assembly
+from pdserve.assembly.headless import Headless
 from pdserve.config import OnRankDeath, ServerArgs, cache_dir
 from pdserve.engine.messages import Loading
 from pdserve.engine.tokenizer import HfTokenizer
@@ -27,6 +29,7 @@ from pdserve.model.revision import Revision, read_revision
 from pdserve.node.grid import check_grid, goes_in_step
 from pdserve.node.restarts import MAX_DEATHS, WINDOW_S, Restarts
 from pdserve.node.site import Build, Parts, Site, Sites
+from pdserve.node.spec import meeting_point
 from pdserve.node.statistics import log_start, log_stats
 from pdserve.node.waiting import Signals, background, first_of, unless
 from pdserve.rpc.server import RpcServer
@@ -46,7 +49,8 @@ def run(args: ServerArgs, build: Build, *, has_transport: bool) -> None:
 
 async def _serve(args: ServerArgs, build: Build, has_transport: bool) -> None:
     stop = Signals()
-    _check_port(args)
+    if not args.node_rank:
+        _check_port(args)
     with ExitStack() as stack:
         progress = stack.enter_context(show_progress())
         directory = await asyncio.to_thread(resolve, args.model, progress=progress)
@@ -57,8 +61,23 @@ async def _serve(args: ServerArgs, build: Build, has_transport: bool) -> None:
         digests = DigestCache(cache_dir() / "digests")
         if (model := await _revision(directory, digests, stop, progress)) is None:
             return
-        sites = Sites(args, model, digests, tokenizer, has_transport, goes_in_step(config, args))
-        await Life(args, sites, build, stop, progress).run()
+        if args.node_rank:
+            await unless(stop.first, Headless(args, model, digests).run())
+            return
+        async with _assembly(args, model) as assembly:
+            sites = Sites(args, model, digests, tokenizer, has_transport, goes_in_step(config, args), assembly)
+            await Life(args, sites, build, stop, progress).run()
+
+
+@asynccontextmanager
+async def _assembly(args: ServerArgs, model: Revision) -> AsyncIterator[Assembly | None]:
+    """None where all ranks are on this machine."""
+    if args.nnodes == 1:
+        yield None
+        return
+    assembly = Assembly(args.nnodes, model.text)
+    async with assembly.listening(*meeting_point(args)):
+        yield assembly
 
 
 class _Stopped(Exception):

@@ -7,21 +7,22 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from pdserve.assembly.assembly import Assembly
+from pdserve.assembly.guest import Guest
 from pdserve.config import LoadBalanceMethod, ServerArgs
 from pdserve.engine.channel import FrontChannel, private_directory
 from pdserve.engine.dispatch import Dispatch, PrefixAffinity, RoundRobin, least_kv, shortest_queue
 from pdserve.engine.front import Rank
-from pdserve.engine.launch import GridSpec, RankSpec
-from pdserve.engine.member import Member, OnLoading
-from pdserve.engine.messages import FromRank, FromTransport, Ready, ToRank, ToTransport
+from pdserve.engine.launch import RankProcess, RankSpec
+from pdserve.engine.member import Launch, Member, OnLoading
+from pdserve.engine.messages import FromRank, FromTransport, Loading, Ready, ToRank, ToTransport
 from pdserve.engine.ranks import Ranks
 from pdserve.engine.text_generator import TextGenerator, TokenSource
 from pdserve.model.digests import DigestCache
 from pdserve.model.revision import Revision
-from pdserve.node.spec import rank_spec
+from pdserve.node.spec import grid_of, node_of, rank_spec
 from pdserve.request import RankLoad
 from pdserve.rpc.generator import Generator, Tokenizer
 from pdserve.rpc.inference import InferenceServicer, inference_service
@@ -78,7 +79,7 @@ Build = Callable[[Site], Parts]
 class Sites:
     """Makes a site for each life of the ranks, every one with an incarnation, sockets and agents of its own.
 
-    model: what every life of the ranks has to load.
+    model: what every life of the ranks has to load. assembly: where the other nodes of a group come to, if any.
     """
 
     args: ServerArgs
@@ -87,43 +88,50 @@ class Sites:
     tokenizer: Tokenizer
     has_transport: bool
     are_in_step: bool
+    assembly: Assembly | None = None
 
     @asynccontextmanager
     async def open(self, on_loading: OnLoading) -> AsyncIterator[Site]:
         """A site with warm ranks, which end with the block. Raises StartupError."""
         incarnation = uuid.uuid4().hex
         model = await asyncio.to_thread(self.model.renewed, self.digests)
+        guests = await self._guests(on_loading)
         with private_directory() as sockets:
             specs = [
                 rank_spec(self.args, model, sockets, incarnation, self.has_transport, grid)
-                for grid in self._grid(sockets)
+                for grid in grid_of(self.args, sockets, is_in_step=self.are_in_step)
             ]
-            ranks = _ranks(self.args, specs, self.are_in_step)
+            members = [_member(spec, self._launch_of(spec, guests)) for spec in specs]
+            specs = [spec.bound(*member.endpoints) for spec, member in zip(specs, members, strict=True)]
+            ranks = _ranks(self.args, members, self.are_in_step)
             try:
+                for guest in guests:
+                    guest.order([spec for spec in specs if node_of(self.args, spec.grid.rank) == guest.node_rank])
                 readies = await ranks.start(specs, timeout_s=self.args.startup_timeout_s, on_loading=on_loading)
                 await asyncio.to_thread(model.refuse_changed)
                 ranks.dispatch = _dispatch(self.args, readies[0])
                 yield Site(self.args, ranks, readies, self.tokenizer, incarnation)
             finally:
                 await ranks.stop()
+                for guest in guests:
+                    guest.dismiss()
 
-    def _grid(self, sockets: Path) -> list[GridSpec]:
-        args = self.args
-        return [
-            GridSpec(
-                data_parallel_size=args.data_parallel_size,
-                tensor_parallel_size=args.tensor_parallel_size,
-                rank=rank,
-                num_local_ranks=args.num_ranks,
-                init_method=f"file://{sockets}/grid",
-                is_in_step=self.are_in_step,
-            )
-            for rank in range(args.num_ranks)
-        ]
+    async def _guests(self, on_loading: OnLoading) -> list[Guest]:
+        """The other nodes, once all are here. Raises StartupError."""
+        if self.assembly is None:
+            return []
+        num_others = self.args.nnodes - 1
+        return await self.assembly.gather(
+            self.args.startup_timeout_s, lambda here: on_loading(Loading("waiting for other nodes", here, num_others))
+        )
+
+    def _launch_of(self, spec: RankSpec, guests: Sequence[Guest]) -> Launch:
+        """How a rank's process is started: by this node, or by the one it is on."""
+        node = node_of(self.args, spec.grid.rank)
+        return guests[node - 1].process_of if node else RankProcess.start
 
 
-def _ranks(args: ServerArgs, specs: list[RankSpec], are_in_step: bool) -> Ranks:
-    members = [_member(spec) for spec in specs]
+def _ranks(args: ServerArgs, members: Sequence[Member], are_in_step: bool) -> Ranks:
     tp_size = args.tensor_parallel_size
     max_live = args.max_num_seqs_a_rank + args.max_queued_requests // args.data_parallel_size
     ranks = [
@@ -133,12 +141,13 @@ def _ranks(args: ServerArgs, specs: list[RankSpec], are_in_step: bool) -> Ranks:
     return Ranks(ranks, are_in_step=are_in_step)
 
 
-def _member(spec: RankSpec) -> Member:
+def _member(spec: RankSpec, launch: Launch) -> Member:
     channel: FrontChannel[FromRank, ToRank] = FrontChannel(spec.endpoint, FromRank)
     transport: FrontChannel[FromTransport, ToTransport] | None = None
     if spec.transport is not None:
         transport = FrontChannel(spec.transport.endpoint, FromTransport)
-    return Member(channel, transport, f"rank {spec.grid.rank}" if spec.grid.num_ranks > 1 else "the rank")
+    name = f"rank {spec.grid.rank}" if spec.grid.num_ranks > 1 else "the rank"
+    return Member(channel, transport, name, launch)
 
 
 def _dispatch(args: ServerArgs, ready: Ready) -> Dispatch:

@@ -6,9 +6,59 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from pdserve.assembly.interface import interface_of
 from pdserve.config import ServerArgs, cache_dir
-from pdserve.engine.launch import GridSpec, PolicySpec, RankSpec, TierSpec, TransportSpec
+from pdserve.config.peer_address import split_address
+from pdserve.engine.launch import LOOPBACK, GridSpec, PolicySpec, RankSpec, TierSpec, TransportSpec
 from pdserve.model.revision import Revision
+
+
+def node_of(args: ServerArgs, rank: int) -> int:
+    """The machine a rank is on: as many on each, in order."""
+    return rank // args.num_local_ranks
+
+
+def meeting_point(args: ServerArgs) -> tuple[str, int]:
+    """Host and port of the first of several nodes, where the others come to."""
+    assert args.dist_init_addr is not None
+    address = split_address(args.dist_init_addr)
+    assert address is not None
+    return address
+
+
+def grid_of(args: ServerArgs, sockets: Path, *, is_in_step: bool) -> list[GridSpec]:
+    """The places of all ranks."""
+    if args.nnodes == 1:
+        init_method = f"file://{sockets}/grid"
+        interface: str | None = LOOPBACK
+    else:
+        host, _ = meeting_point(args)
+        init_method = f"tcp://{in_url(host)}:{_free_port(host)}"
+        interface = interface_of(host)
+    return [
+        GridSpec(
+            data_parallel_size=args.data_parallel_size,
+            tensor_parallel_size=args.tensor_parallel_size,
+            rank=rank,
+            num_local_ranks=args.num_local_ranks,
+            init_method=init_method,
+            interface=interface,
+            is_in_step=is_in_step,
+        )
+        for rank in range(args.num_ranks)
+    ]
+
+
+def _free_port(host: str) -> int:
+    """For the store of torch.distributed, which the first rank opens; nothing else takes it within seconds."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def rank_spec(
@@ -17,7 +67,7 @@ def rank_spec(
     """What the rank at its place in the grid is told."""
     transport = TransportSpec(
         name=f"{args.role}-{socket.gethostname()}-{incarnation}-{grid.rank}",
-        endpoint=f"ipc://{sockets}/transport{grid.rank}",
+        endpoint=_endpoint(args, sockets, f"transport{grid.rank}", grid.rank),
         lease_s=args.kv_lease_s,
         quarantine_s=args.quarantine_s,
         has_checksums=args.kv_checksum,
@@ -26,7 +76,7 @@ def rank_spec(
         model_directory=str(model.directory),
         model_revision=model.text,
         cache_directory=str(cache_dir()),
-        endpoint=f"ipc://{sockets}/loop{grid.rank}",
+        endpoint=_endpoint(args, sockets, f"loop{grid.rank}", grid.rank),
         source=f"{args.role}:{args.port}/rank{grid.rank}",
         num_threads=args.compute_threads,
         block_size=args.block_size,
@@ -47,6 +97,14 @@ def rank_spec(
         policy=_policy_spec(args),
         tiers=TierSpec(args.host_kv_bytes, args.kv_dir, args.kv_dir_bytes),
     )
+
+
+def _endpoint(args: ServerArgs, sockets: Path, name: str, rank: int) -> str:
+    """Where the front binds; over tcp to any port, which is known once it has."""
+    if node_of(args, rank) == 0:
+        return f"ipc://{sockets}/{name}"
+    host, _ = meeting_point(args)
+    return f"tcp://{in_url(host)}:*"
 
 
 def _stepping(grid: GridSpec) -> Iterable[int]:

@@ -299,22 +299,24 @@ async def test_whatever_the_loop_says_is_a_sign_of_life_and_what_its_transport_s
 
 @dataclass
 class Seen:
-    """A process as it looks from outside."""
+    """A process as it looks from outside; nothing was started."""
 
-    pid: int = 7
-    look: ProcessLook | None = None
+    looks: ProcessLook | None
+
+    def look(self) -> ProcessLook | None:
+        return self.looks
+
+    async def wait(self) -> str:
+        return "ended"
+
+    async def end(self, timeout_s: float) -> None:
+        pass
 
 
 @pytest.fixture
-def seen(by_hand: ByHand, monkeypatch: pytest.MonkeyPatch) -> Seen:
-    process = Seen(look=ProcessLook(is_stopped=False, cpu_s=1.0))
-    by_hand.rank.members[0]._process = process  # type: ignore[assignment]
-    monkeypatch.setattr(member, "look_at", lambda pid: process.look)
-
-    async def end(timeout_s: float) -> None:
-        """Nothing was started."""
-
-    process.end = end  # type: ignore[attr-defined]
+def seen(by_hand: ByHand) -> Seen:
+    process = Seen(ProcessLook(is_stopped=False, cpu_s=1.0))
+    by_hand.rank.members[0]._process = process
     return process
 
 
@@ -326,7 +328,7 @@ async def test_a_rank_that_is_seen_to_compute_is_alive_however_long_it_says_noth
     later_s = 0.0
     monkeypatch.setattr(member, "monotonic", lambda: time.monotonic() + later_s)
     for later_s in (0.0, 90.0, 180.0, 270.0):
-        seen.look = ProcessLook(is_stopped=False, cpu_s=1.0 + later_s / 1000)
+        seen.looks = ProcessLook(is_stopped=False, cpu_s=1.0 + later_s / 1000)
         assert by_hand.rank.is_alive(within_s=100)
     later_s = 371.0
     assert not by_hand.rank.is_alive(within_s=100), "it neither says nor computes anything"
@@ -336,9 +338,9 @@ async def test_a_rank_that_is_seen_to_compute_is_alive_however_long_it_says_noth
 async def test_a_stopped_rank_is_not_alive_from_that_moment_on(by_hand: ByHand, seen: Seen) -> None:
     await by_hand.ready()
     assert by_hand.rank.is_alive(within_s=100)
-    seen.look = ProcessLook(is_stopped=True, cpu_s=2.0)
+    seen.looks = ProcessLook(is_stopped=True, cpu_s=2.0)
     assert not by_hand.rank.is_alive(within_s=100)
-    seen.look = ProcessLook(is_stopped=False, cpu_s=2.0)
+    seen.looks = ProcessLook(is_stopped=False, cpu_s=2.0)
     assert by_hand.rank.is_alive(within_s=100)
 
 
@@ -405,7 +407,7 @@ async def test_a_process_is_told_its_spec_and_its_threads(script: Script, tmp_pa
         "open(sys.argv[0] + '.threads', 'w').write(os.environ['OMP_NUM_THREADS'])"
     )
     process = await RankProcess.start(SPEC)
-    assert await process.wait() == 0
+    assert await process.wait() == "ended with status 0"
     assert read_spec((tmp_path / "rank.spec").read_bytes()) == SPEC
     assert (tmp_path / "rank.threads").read_text() == "1"
 
@@ -413,14 +415,14 @@ async def test_a_process_is_told_its_spec_and_its_threads(script: Script, tmp_pa
 async def test_a_process_that_ends_before_it_is_ready_is_a_startup_error(by_hand: ByHand, script: Script) -> None:
     script("sys.exit(3)")
     with pytest.raises(StartupError, match="ended with status 3 before it was ready"):
-        await by_hand.rank.members[0].start(SPEC, timeout_s=LIMIT_S, on_loading=lambda _: None)
+        await by_hand.rank.members[0].start(SPEC, on_loading=lambda _: None)
 
 
 async def test_a_process_that_does_not_leave_is_killed(script: Script) -> None:
     script("time.sleep(60)")
     process = await RankProcess.start(SPEC)
     await process.end(timeout_s=0.05)
-    assert await process.wait() == -9
+    assert await process.wait() == "ended with status -9"
 
 
 def test_a_rank_started_by_hand_says_who_starts_it() -> None:

@@ -17,11 +17,24 @@ from pdserve.engine.channel import FrontChannel, RankChannel
 from pdserve.engine.front import Rank
 from pdserve.engine.launch import RankProcess
 from pdserve.engine.member import Member
-from pdserve.engine.messages import AskForWake, FromRank, Ping, Pong, Ready, Submit, ToRank, Wake
+from pdserve.engine.messages import (
+    JOINING,
+    WARMING_UP,
+    AskForWake,
+    FromRank,
+    Loading,
+    Ping,
+    Pong,
+    Ready,
+    Submit,
+    ToRank,
+    Wake,
+)
 from pdserve.engine.process_look import look_at
 from pdserve.engine.ranks import Ranks
-from pdserve.errors import InvalidRequest, NotReady, QueueFull, RequestIdInUse
+from pdserve.errors import InvalidRequest, NotReady, QueueFull, RequestIdInUse, StartupError
 from pdserve.request import FUSED, RequestId, SamplingParams, TokenRequest
+from tests.engine.specs import spec_of
 from tests.roles.inside import fingerprint
 from tests.roles.journal import LIMIT_S
 
@@ -71,6 +84,57 @@ async def by_hand(sockets: Path) -> AsyncIterator[ByHand]:
     for end in ends:
         end.close()
     await hand.ranks.stop()
+
+
+class NeverEnds:
+    """A process that does nothing until it is ended."""
+
+    def __init__(self) -> None:
+        self._ended = asyncio.Event()
+
+    async def wait(self) -> str:
+        await self._ended.wait()
+        return "ended with status 0"
+
+    async def end(self, timeout_s: float) -> None:
+        self._ended.set()
+
+    def look(self) -> None:
+        return None
+
+
+async def launch(spec: object) -> NeverEnds:
+    return NeverEnds()
+
+
+@pytest.mark.parametrize(
+    ("stages", "told"),
+    [
+        ({0: JOINING, 2: WARMING_UP}, r"rank 1 was not ready \(starting\) after 1 s"),
+        ({0: JOINING, 1: "reading weights", 2: JOINING}, r"rank 1 was not ready \(reading weights\) after 1 s"),
+        (
+            {0: JOINING, 1: JOINING, 2: JOINING},
+            "rank 0 was not ready .*, rank 1 was not ready .*, rank 2 was not ready",
+        ),
+    ],
+)
+async def test_the_rank_that_the_others_wait_for_at_the_start_is_named(
+    sockets: Path, stages: dict[int, str], told: str
+) -> None:
+    endpoints = [f"ipc://{sockets}/loop{number}" for number in range(NUM_RANKS)]
+    members = [
+        Member(FrontChannel[FromRank, ToRank](endpoint, FromRank), name=f"rank {number}", launch=launch)
+        for number, endpoint in enumerate(endpoints)
+    ]
+    ranks = Ranks([Rank([member], max_live=2, number=number) for number, member in enumerate(members)])
+    ends = [RankChannel[ToRank, FromRank](endpoint, ToRank) for endpoint in endpoints]
+    for number, stage in stages.items():
+        ends[number].send(Loading(stage, 0, 0))
+    with pytest.raises(StartupError, match=told):
+        await ranks.start([spec_of(number) for number in range(NUM_RANKS)], timeout_s=1.0, on_loading=lambda _: None)
+    for end in ends:
+        end.close()
+    await ranks.stop()
 
 
 async def test_one_submit_wakes_every_rank_and_several_at_once_wake_them_once(by_hand: ByHand) -> None:

@@ -32,12 +32,12 @@ TINY: dict[str, Any] = {
 class Node:
     """One node process and its log."""
 
-    def __init__(self, args: ServerArgs, log: Path, ucx_tls: str | None) -> None:
+    def __init__(self, args: ServerArgs, log: Path, ucx_tls: str | None, inside: Sequence[str] = ()) -> None:
         self.args = args
         self.ucx_tls = ucx_tls
         self._log = log
         with log.open("wb") as file:
-            self.process = NodeProcess(args, file, {"UCX_TLS": ucx_tls} if ucx_tls else {})
+            self.process = NodeProcess(args, file, {"UCX_TLS": ucx_tls} if ucx_tls else {}, inside=inside)
 
     @property
     def address(self) -> str:
@@ -99,13 +99,13 @@ class Nodes:
         self._numbers = itertools.count()
         self._nodes: list[Node] = []
 
-    def begin(self, role: Role, *, ucx_tls: str | None = None, **settings: Any) -> Node:
-        """A node that is on its way up."""
+    def begin(self, role: Role, *, ucx_tls: str | None = None, inside: Sequence[str] = (), **settings: Any) -> Node:
+        """A node that is on its way up. inside: see NodeProcess."""
         settings = {"model": self._model, "port": free_port(), "drain_timeout_s": PATIENCE_S, **TINY, **settings}
         args = ServerArgs(role=role, **settings)
         args.validate()
         log = self._folder / f"{next(self._numbers)}-{role}.log"
-        node = Node(args, log, ucx_tls)
+        node = Node(args, log, ucx_tls, inside)
         self._nodes.append(node)
         return node
 
