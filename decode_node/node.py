@@ -10,6 +10,7 @@ from decode_node.requirements import Requirements
 from pdserve import node
 from pdserve.config import ServerArgs
 from pdserve.node import Parts, Site
+from pdserve.rpc.admin import admin_service
 
 
 def run(args: ServerArgs) -> None:
@@ -24,4 +25,5 @@ def build(site: Site) -> Parts:
     handoffs = Handoffs(required, site.incarnation)
     policy = HandoffPolicy(args.decode_fallback, args.remote_prefill_min_tokens)
     tokens = RemotePrefillTokens(ranks, peers, handoffs, policy)
-    return Parts([site.inference(site.text(tokens))], tokens.loads, [peers.watch()])
+    services = [site.inference(site.text(tokens)), admin_service(ranks)]
+    return Parts(services, tokens.loads, [peers.watch()])

@@ -8,6 +8,7 @@ from pdserve import node
 from pdserve.config import ServerArgs, policy_line
 from pdserve.engine.local_tokens import LocalTokens
 from pdserve.node import Parts, Site
+from pdserve.rpc.admin import admin_service
 
 log = logging.getLogger(__name__)
 
@@ -20,4 +21,4 @@ def run(args: ServerArgs) -> None:
 def build(site: Site) -> Parts:
     log.info("%s", policy_line(site.args))
     tokens = LocalTokens(site.ranks)
-    return Parts([site.inference(site.text(tokens))], tokens.loads)
+    return Parts([site.inference(site.text(tokens)), admin_service(site.ranks)], tokens.loads)

@@ -31,6 +31,7 @@ COMMANDS = {
     "generate": Command("pdserve.commands.generate", "one answer from a running node"),
     "chat": Command("pdserve.commands.chat", "a conversation with a running node"),
     "status": Command("pdserve.commands.status", "do nodes serve, and what do their ranks have on their hands"),
+    "trace": Command("pdserve.commands.trace", "what each rank ran, round by round, and what the prefill gate said"),
     "pull": Command("pdserve.commands.pull", "fetch a model into the cache"),
     "simulate": Command("pdserve.commands.simulate", "what a policy or a topology would do, before there are machines"),
     "bench": Command("pdserve.commands.bench", "what real nodes do on this machine, beside the simulator"),

@@ -11,6 +11,7 @@ from pdserve.engine.local_tokens import LocalTokens
 from pdserve.errors import WrongRole
 from pdserve.node import Parts, Site
 from pdserve.request import GenerateChunk, GenerateRequest, RankLoad, RequestId
+from pdserve.rpc.admin import admin_service
 from pdserve.rpc.handoff import Description
 from pdserve.rpc.server import Service
 from pdserve.v1.handoff_pb2_grpc import add_HandoffServicer_to_server
@@ -28,7 +29,7 @@ def build(site: Site) -> Parts:
     servicer = HandoffServicer(site.ranks, describe(site))
     handoff = Service(SERVICE_NAME, partial(add_HandoffServicer_to_server, servicer))
     tokens = LocalTokens(site.ranks)
-    return Parts([handoff, site.inference(NotTheFrontDoor(tokens))], tokens.loads)
+    return Parts([handoff, site.inference(NotTheFrontDoor(tokens)), admin_service(site.ranks)], tokens.loads)
 
 
 def describe(site: Site) -> Description:

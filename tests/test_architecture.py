@@ -16,7 +16,7 @@ ROLES = ("fused", "prefill_node", "decode_node")
 OURS = ("pdserve", *ROLES)
 
 # What a part may import of ours beside itself. The longest prefix of a module's name decides.
-WORDS = ("pdserve.errors", "pdserve.request")
+WORDS = ("pdserve.errors", "pdserve.request", "pdserve.rounds")
 BELOW_ENGINE = (*WORDS, "pdserve.config", "pdserve.kv")
 NODE = (*BELOW_ENGINE, "pdserve.scheduler", "pdserve.model", "pdserve.transfer", "pdserve.telemetry")
 # The storage thread says how long a read is waited for.
@@ -25,6 +25,7 @@ COMMAND = ("pdserve",)
 IMPORTS: dict[str, tuple[str, ...]] = {
     "pdserve.errors": (),
     "pdserve.request": (),
+    "pdserve.rounds": (),
     "pdserve.telemetry": (),
     "pdserve.faults": ("pdserve.errors",),
     "pdserve.config": ("pdserve.errors", "pdserve.faults"),
@@ -42,7 +43,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "pdserve.client": (
         *WORDS,
         "pdserve.v1",
-        *(f"pdserve.rpc.{part}" for part in ("codec", "channel", "limits", "metadata")),
+        *(f"pdserve.rpc.{part}" for part in ("codec", "rounds_codec", "channel", "limits", "metadata")),
     ),
     "pdserve.v1": (),
     "pdserve.sim": SIM,
@@ -113,7 +114,7 @@ READS_ENVIRONMENT = ("pdserve.config.environment", "pdserve.model.hub")
 # The SDK, and the commands that use it, start without what nodes need.
 LIGHT = (
     *("pdserve.client", "pdserve.cli", "pdserve.faults"),
-    *(f"pdserve.commands.{name}" for name in ("generate", "chat", "status")),
+    *(f"pdserve.commands.{name}" for name in ("generate", "chat", "status", "trace")),
 )
 LIGHT_LIBRARIES = {"grpc", "google"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack, cast
 
 import grpc
 import grpc.aio
@@ -14,18 +14,24 @@ from pdserve.client import wire
 from pdserve.client.channel import DEFAULT_TARGET, MAX_ATTEMPTS, checked_timeout, client_options, joined, shown
 from pdserve.client.failure import error_from, placements_in
 from pdserve.client.health import HEALTH_METHOD, decode_health
-from pdserve.client.types import Answer, GenerateOptions, Health, Piece, ServerInfo
+from pdserve.client.types import Answer, GenerateOptions, Health, Piece, ServerInfo, checked_last
 from pdserve.errors import PdserveError
 from pdserve.request import RankLoad
+from pdserve.rounds import RankRounds
 from pdserve.rpc.codec import decode_loads, decode_model
 from pdserve.rpc.limits import MAX_MESSAGE_BYTES, ModelCard
+from pdserve.rpc.rounds_codec import DEFAULT_LAST, decode_rounds
+from pdserve.v1 import admin_pb2
 from pdserve.v1 import inference_pb2 as pb
+from pdserve.v1.admin_pb2_grpc import AdminStub
 from pdserve.v1.inference_pb2_grpc import InferenceStub
 
 if TYPE_CHECKING:
+    from pdserve.v1.admin_pb2_grpc import AdminAsyncStub
     from pdserve.v1.inference_pb2_grpc import InferenceAsyncStub
 
 T = TypeVar("T")
+Response = TypeVar("Response")
 
 
 class AsyncClient:
@@ -46,6 +52,7 @@ class AsyncClient:
         options = client_options(num_targets, max_attempts, max_message_bytes)
         self._channel = grpc.aio.insecure_channel(joined(targets), options=options)
         self._stub = cast("InferenceAsyncStub", InferenceStub(cast(Any, self._channel)))
+        self._admin = cast("AdminAsyncStub", AdminStub(cast(Any, self._channel)))
 
     async def __aenter__(self) -> Self:
         return self
@@ -121,6 +128,17 @@ class AsyncClient:
         request = pb.GetLoadsRequest(check_integrity=check_integrity)
         return decode_loads(await self._call(self._stub.GetLoads, request, timeout_s))
 
+    def rounds(
+        self, *, last: int = DEFAULT_LAST, follow: bool = False, timeout_s: float | None = None
+    ) -> AsyncResponses[RankRounds]:
+        """The last rounds of each rank of a node of any kind, and, if follow, those to come, until it is closed.
+
+        Each batch is of one rank, in order. A caller that reads too slowly finds in `num_lost` what it missed.
+        """
+        request = admin_pb2.StreamRoundsRequest(last=checked_last(last), follow=follow)
+        call = self._admin.StreamRounds(request, timeout=self._deadline(timeout_s))
+        return AsyncResponses(call, self._where, decode_rounds)
+
     async def health(self, *, timeout_s: float | None = None) -> Health:
         """What the node says of itself as a whole, by grpc.health.v1. Raises NotReady where nobody answers."""
         check = self._channel.unary_unary(HEALTH_METHOD, bytes, decode_health)
@@ -141,7 +159,8 @@ class AsyncClient:
             is_streamed=is_streamed,
             max_message_bytes=self._max_message_bytes,
         )
-        return AsyncStream(self._stub.Generate(request, timeout=self._deadline(timeout_s)), self._where)
+        call = self._stub.Generate(request, timeout=self._deadline(timeout_s))
+        return AsyncStream(call, self._where, wire.decode_piece)
 
     async def _call(self, method: Callable[..., Awaitable[T]], request: Any, timeout_s: float | None) -> T:
         try:
@@ -153,13 +172,14 @@ class AsyncClient:
         return checked_timeout(self._timeout_s if timeout_s is None else timeout_s)
 
 
-class AsyncStream:
-    """An answer as it comes: iterate over it, once. Leaving an `async with` or closing it aborts what is left."""
+class AsyncResponses(Generic[Response]):
+    """What a node says as it comes: iterate over it, once. Leaving an `async with` or closing it ends the call."""
 
-    def __init__(self, call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse], where: str) -> None:
+    def __init__(self, call: grpc.aio.UnaryStreamCall[Any, Any], where: str, decode: Callable[[Any], Response]) -> None:
         """where: the targets, for what is told of a call that fails."""
         self._call = call
         self._where = where
+        self._decode = decode
         self._is_answering = False
         self._responses = call.__aiter__()
         self._is_closed = False
@@ -172,10 +192,10 @@ class AsyncStream:
     ) -> None:
         self.close()
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[Response]:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> Response:
         try:
             response = await anext(self._responses)
         except grpc.aio.AioRpcError as error:
@@ -185,11 +205,15 @@ class AsyncStream:
                 raise StopAsyncIteration from None
             raise
         self._is_answering = True
-        return wire.decode_piece(response)
+        return self._decode(response)
 
     def close(self) -> None:
         self._is_closed = True
         self._call.cancel()
+
+
+class AsyncStream(AsyncResponses[Piece]):
+    """An answer as it comes. Ending the call aborts what is left of it."""
 
     async def placements(self) -> tuple[str, ...]:
         """Where each sample's prompt was prefilled, in index order. Waits for the end of the stream."""

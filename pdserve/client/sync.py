@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 import grpc
 import grpc.experimental
@@ -13,15 +13,20 @@ from pdserve.client import wire
 from pdserve.client.channel import DEFAULT_TARGET, MAX_ATTEMPTS, checked_timeout, client_options, joined, shown
 from pdserve.client.failure import error_from, placements_in
 from pdserve.client.health import HEALTH_METHOD, decode_health
-from pdserve.client.types import Answer, GenerateOptions, Health, Piece, ServerInfo
+from pdserve.client.types import Answer, GenerateOptions, Health, Piece, ServerInfo, checked_last
 from pdserve.errors import PdserveError
 from pdserve.request import RankLoad
+from pdserve.rounds import RankRounds
 from pdserve.rpc.codec import decode_loads, decode_model
 from pdserve.rpc.limits import MAX_MESSAGE_BYTES, ModelCard
+from pdserve.rpc.rounds_codec import DEFAULT_LAST, decode_rounds
+from pdserve.v1 import admin_pb2
 from pdserve.v1 import inference_pb2 as pb
+from pdserve.v1.admin_pb2_grpc import AdminStub
 from pdserve.v1.inference_pb2_grpc import InferenceStub
 
 T = TypeVar("T")
+Response = TypeVar("Response")
 
 
 class Client:
@@ -48,6 +53,7 @@ class Client:
         options = [*client_options(num_targets, max_attempts, max_message_bytes), single_threaded]
         self._channel = grpc.insecure_channel(joined(targets), options=options)
         self._stub = InferenceStub(self._channel)
+        self._admin = AdminStub(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -121,6 +127,17 @@ class Client:
         request = pb.GetLoadsRequest(check_integrity=check_integrity)
         return decode_loads(self._call(self._stub.GetLoads, request, timeout_s))
 
+    def rounds(
+        self, *, last: int = DEFAULT_LAST, follow: bool = False, timeout_s: float | None = None
+    ) -> Responses[RankRounds]:
+        """The last rounds of each rank of a node of any kind, and, if follow, those to come, until it is closed.
+
+        Each batch is of one rank, in order. A caller that reads too slowly finds in `num_lost` what it missed.
+        """
+        request = admin_pb2.StreamRoundsRequest(last=checked_last(last), follow=follow)
+        call = self._admin.StreamRounds(request, timeout=self._deadline(timeout_s))
+        return Responses(call, self._where, decode_rounds)
+
     def health(self, *, timeout_s: float | None = None) -> Health:
         """What the node says of itself as a whole, by grpc.health.v1. Raises NotReady where nobody answers."""
         check = self._channel.unary_unary(HEALTH_METHOD, bytes, decode_health)
@@ -141,7 +158,8 @@ class Client:
             is_streamed=is_streamed,
             max_message_bytes=self._max_message_bytes,
         )
-        return Stream(self._stub.Generate(request, timeout=self._deadline(timeout_s)), self._where)
+        call = self._stub.Generate(request, timeout=self._deadline(timeout_s))
+        return Stream(call, self._where, wire.decode_piece)
 
     def _call(self, method: Callable[..., T], request: Any, timeout_s: float | None) -> T:
         try:
@@ -153,13 +171,14 @@ class Client:
         return checked_timeout(self._timeout_s if timeout_s is None else timeout_s)
 
 
-class Stream:
-    """An answer as it comes: iterate over it, once. Leaving a `with`, closing or dropping it aborts what is left."""
+class Responses(Generic[Response]):
+    """What a node says as it comes: iterate over it, once. Leaving a `with`, closing or dropping it ends the call."""
 
-    def __init__(self, call: Any, where: str) -> None:
+    def __init__(self, call: Any, where: str, decode: Callable[[Any], Response]) -> None:
         """where: the targets, for what is told of a call that fails."""
         self._call = call  # grpc's: an iterator of responses and an RpcContext in one
         self._where = where
+        self._decode = decode
         self._is_answering = False
         self._is_closed = False
 
@@ -169,10 +188,10 @@ class Stream:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[Response]:
         return self
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> Response:
         try:
             response = next(self._call)
         except grpc.RpcError as error:
@@ -180,11 +199,15 @@ class Stream:
                 raise StopIteration from None
             raise _error_of(error, self._where, self._is_answering) from None
         self._is_answering = True
-        return wire.decode_piece(response)
+        return self._decode(response)
 
     def close(self) -> None:
         self._is_closed = True
         self._call.cancel()
+
+
+class Stream(Responses[Piece]):
+    """An answer as it comes. Ending the call aborts what is left of it."""
 
     @property
     def placements(self) -> tuple[str, ...]:

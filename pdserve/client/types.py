@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+from pdserve.errors import InvalidRequest
 from pdserve.request import FinishReason, TokenLogprobs
+from pdserve.rounds import NUM_KEPT
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -102,3 +104,10 @@ class Health(enum.Enum):
     UNKNOWN = "UNKNOWN"
     SERVING = "SERVING"
     NOT_SERVING = "NOT_SERVING"
+
+
+def checked_last(last: int) -> int:
+    """Rounds of the past. Raises InvalidRequest for what is no count of them."""
+    if isinstance(last, bool) or not isinstance(last, int) or not 0 <= last <= NUM_KEPT:
+        raise InvalidRequest(f"last is {last!r}, it must be from 0 to {NUM_KEPT}, the rounds that a rank keeps", "last")
+    return last

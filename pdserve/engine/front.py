@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 from pdserve.engine.member import Member
 from pdserve.engine.messages import (
     Abort,
     AskForWake,
     AskLoad,
+    AskRounds,
     FromRank,
     GiveUpTransfer,
     LoadReport,
@@ -19,13 +21,16 @@ from pdserve.engine.messages import (
     Outputs,
     ReservationTakenBack,
     Reserved,
+    RoundsReport,
     Submit,
+    ToRank,
     ToTransport,
     TransferAccepted,
     Wake,
 )
 from pdserve.errors import InternalError, NotReady, QueueFull, RequestIdInUse, named
 from pdserve.request import RankLoad, RequestId, Route, TokenDelta, TokenRequest, TransferId
+from pdserve.rounds import RankRounds
 
 
 class Inbox:
@@ -65,8 +70,8 @@ class Rank:
         self._inboxes: dict[RequestId, Inbox] = {}
         self._by_rank_id: dict[RequestId, Inbox] = {}
         self._rank_numbers = count(1)
-        self._loads: dict[int, asyncio.Future[LoadReport]] = {}
-        self._load_numbers = count(1)
+        self._questions: dict[int, asyncio.Future[Any]] = {}  # open ones; a report answers by number
+        self._question_numbers = count(1)
         self.on_work: Callable[[], None] = lambda: None
         self.on_lost: Callable[[str], None] = lambda _: None
         self.lost = asyncio.Event()
@@ -83,7 +88,7 @@ class Rank:
         self.lost.set()
         for inbox in self._inboxes.values():
             inbox.put(NotReady(reason))
-        for future in self._loads.values():
+        for future in self._questions.values():
             if not future.done():
                 future.set_exception(NotReady(reason))
         self.on_lost(reason)
@@ -125,8 +130,8 @@ class Rank:
                     self.deliver(output.request_id, output)
             case Reserved() | ReservationTakenBack():
                 self.deliver(message.request_id, message)
-            case LoadReport():
-                future = self._loads.get(message.number)
+            case LoadReport() | RoundsReport():
+                future = self._questions.get(message.number)
                 if future is not None and not future.done():
                     future.set_result(message)
             case AskForWake():
@@ -215,22 +220,34 @@ class Rank:
 
     async def load(self, *, check_integrity: bool = False, timeout_s: float = 10.0) -> RankLoad:
         """What the rank has on its hands. Raises NotReady without an answer, InternalError on broken integrity."""
-        if self.lost.is_set():
-            raise NotReady(self.lost_reason)
-        number = next(self._load_numbers)
-        future: asyncio.Future[LoadReport] = asyncio.get_running_loop().create_future()
-        self._loads[number] = future
         try:
-            self._leader.tell(AskLoad(number, check_integrity))
             async with asyncio.timeout(timeout_s):
-                report = await future
+                report: LoadReport = await self._asked(lambda number: AskLoad(number, check_integrity))
         except TimeoutError:
             raise NotReady(f"the rank did not report its load within {timeout_s:.0f} s") from None
-        finally:
-            del self._loads[number]
         if report.integrity:
             raise InternalError(report.integrity)
         return report.load
+
+    async def rounds(self, *, after: int | None, most: int) -> RankRounds:
+        """Its last rounds: of those later than the one numbered `after`, `most` at most.
+
+        It answers after its present round, however long that takes. Raises NotReady when it is lost.
+        """
+        report: RoundsReport = await self._asked(lambda number: AskRounds(number, after, most))
+        return RankRounds(self.number, report.newest, report.rounds, report.num_lost, report.unix_offset_us)
+
+    async def _asked(self, question: Callable[[int], ToRank]) -> Any:
+        """The report that answers. question: made of the number by which its answer is known."""
+        if self.lost.is_set():
+            raise NotReady(self.lost_reason)
+        number = next(self._question_numbers)
+        future = self._questions[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._leader.tell(question(number))
+            return await future
+        finally:
+            del self._questions[number]
 
 
 def delta_of(output: Output, placement: str) -> TokenDelta:

@@ -40,6 +40,10 @@ class Group(Protocol):
     is_asleep: bool  # no round is to be started
     others_compute: bool  # some other rank's last planned round has rows
 
+    @property
+    def round_number(self) -> int | None:
+        """Of the last round, the same in all ranks; None where they don't go in step."""
+
     def agree(self, row: GateRow, *, wants_round: bool) -> Sequence[GateRow]:
         """Once a round, after it was planned: the rows of all ranks, in rank order.
 
@@ -62,6 +66,10 @@ class Lone:
     def __init__(self) -> None:
         self.is_asleep = False
         self.others_compute = False
+
+    @property
+    def round_number(self) -> int | None:
+        return None
 
     def agree(self, row: GateRow, *, wants_round: bool) -> Sequence[GateRow]:
         self.is_asleep = not (row.num_tokens or wants_round)
@@ -92,6 +100,10 @@ class InStep:
         self._num_idle_rounds = 0
         self._num_prefill_rounds = 0
         self._gather_ns = 0
+
+    @property
+    def round_number(self) -> int | None:
+        return self._num_rounds
 
     def agree(self, row: GateRow, *, wants_round: bool) -> Sequence[GateRow]:
         line = self.line(row, wants_round=wants_round)

@@ -25,6 +25,7 @@ from pdserve.request import (
     TokenRequest,
     TransferId,
 )
+from pdserve.rounds import Round
 from pdserve.scheduler.plan import KvQuiet, KvReceived, LeaseReleased, LeaseRevoked, Row, SlotStart
 from pdserve.transfer.base import PeerId
 
@@ -72,6 +73,17 @@ class AskLoad(Message, frozen=True):
     check_integrity: bool = False
 
 
+class AskRounds(Message, frozen=True):
+    """Answered by RoundsReport with the same number. after: the newest round that the asker knows of, None for none.
+
+    most: of the rounds since, the last so many.
+    """
+
+    number: int
+    after: int | None
+    most: int
+
+
 class Ping(Message, frozen=True):
     """Answered by Pong between two rounds: a loop that stands still, or is in a long forward, does not answer."""
 
@@ -86,7 +98,7 @@ class Stop(Message, frozen=True):
     """Leave the loop; nothing is owed to anybody any more."""
 
 
-ToRank = Submit | Abort | GiveUpTransfer | TransferAccepted | AskLoad | Ping | Wake | Stop
+ToRank = Submit | Abort | GiveUpTransfer | TransferAccepted | AskLoad | AskRounds | Ping | Wake | Stop
 
 # ---------------------------------------------------------------- loop → front
 
@@ -170,6 +182,16 @@ class LoadReport(Message, frozen=True):
     integrity: str = ""
 
 
+class RoundsReport(Message, frozen=True):
+    """The last rounds; num_lost more came since the one that was asked for. newest, unix_offset_us: see RankRounds."""
+
+    number: int
+    newest: int
+    rounds: tuple[Round, ...]
+    num_lost: int
+    unix_offset_us: int
+
+
 class Pong(Message, frozen=True):
     """The loop goes round. num_tokens_computed: of prompts, since its start. longest_round_s: see engine/pace.py."""
 
@@ -181,7 +203,18 @@ class AskForWake(Message, frozen=True):
     """This rank sleeps and has something to do: wake the whole group."""
 
 
-FromRank = Loading | StartFailed | Ready | Outputs | Reserved | ReservationTakenBack | LoadReport | Pong | AskForWake
+FromRank = (
+    Loading
+    | StartFailed
+    | Ready
+    | Outputs
+    | Reserved
+    | ReservationTakenBack
+    | LoadReport
+    | RoundsReport
+    | Pong
+    | AskForWake
+)
 
 # ---------------------------------------------------------------- front → transport thread
 

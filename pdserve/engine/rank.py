@@ -22,6 +22,7 @@ from pdserve.engine.messages import (
     Abort,
     AnnounceChunk,
     AskLoad,
+    AskRounds,
     DropLease,
     FromRank,
     GiveUpTransfer,
@@ -35,6 +36,7 @@ from pdserve.engine.messages import (
     Pong,
     ReservationTakenBack,
     Reserved,
+    RoundsReport,
     Stop,
     Submit,
     ToRank,
@@ -42,6 +44,7 @@ from pdserve.engine.messages import (
     Wake,
 )
 from pdserve.engine.pace import Pace
+from pdserve.engine.round_log import RoundLog
 from pdserve.engine.tiers import HostTierLink
 from pdserve.errors import PdserveError
 from pdserve.model.runner import ModelRunner, RoundResult
@@ -123,6 +126,7 @@ class RankLoop:
         """warm_up_s: the longest round of the warm-up."""
         self._rank = rank
         self.pace = Pace(warm_up_s, scheduler.config.max_scheduled_tokens)
+        self._rounds = RoundLog()
         self._scheduler = scheduler
         self._group: Group = group or Lone()
         self._gating = Gating(scheduler, gate)
@@ -150,25 +154,43 @@ class RankLoop:
 
     def run_round(self) -> None:
         """One round, the same one in every rank of the group."""
+        self._rounds.begin()
         plan = self._scheduler.plan(self._gating.options())
+        self._rounds.on_planned()
         wants_round = plan.has_moves or self._gating.holds_prefill
-        self._gating.observe(self._group.agree(self._gating.row(plan), wants_round=wants_round))
+        rows = self._group.agree(self._gating.row(plan), wants_round=wants_round)
+        self._rounds.on_gathered()
+        self._gating.observe(rows)
         self._announce_plan(plan)
         copied = self._move_between_tiers(plan)
-        if plan.batch_size:
-            result = self._timed(plan)
-            self._collect_prompt_logprobs(result)
-            self._carry_out(self._scheduler.advance([StepDone(plan.round_id, result.tokens)]), result)
-        elif self._group.others_compute:
-            self._runner.idle()
+        if plan.batch_size or self._group.others_compute:
+            self._compute(plan)
         self._advance_links(copied)
         self._flush()
+        self._rounds.note(plan, self._gating, rows, self._group.round_number, self._num_transfers)
+
+    def _compute(self, plan: RoundPlan) -> None:
+        """One forward and what came of it; where only others have rows, this rank's part in theirs."""
+        self._rounds.begin_forward()
+        if not plan.batch_size:
+            self._runner.idle()
+            self._rounds.end_forward()
+            return
+        result = self._timed(plan)
+        self._rounds.end_forward()
+        self._collect_prompt_logprobs(result)
+        self._carry_out(self._scheduler.advance([StepDone(plan.round_id, result.tokens)]), result)
 
     def _timed(self, plan: RoundPlan) -> RoundResult:
         start_s = time.monotonic()
         result = self._runner.execute(plan)
         self.pace.observe(sum(row.end - row.start for row in plan.prefill), time.monotonic() - start_s)
         return result
+
+    @property
+    def _num_transfers(self) -> int | None:
+        """KV that is pulled into this rank or leased from it."""
+        return self._scheduler.num_transfers + self._scheduler.num_leases if self._transport is not None else None
 
     def _move_between_tiers(self, plan: RoundPlan) -> list[Event]:
         """Make the copies that the forward relies on, start what may run beside it."""
@@ -212,6 +234,10 @@ class RankLoop:
                 self._carry_out(self._scheduler.advance([KvAccepted(message.transfer_id)]))
             case AskLoad():
                 self._on_ask_load(message)
+            case AskRounds():
+                rounds, num_lost = self._rounds.since(message.after, message.most)
+                newest, offset_us = self._rounds.newest, self._rounds.unix_offset_us
+                self._front.send(RoundsReport(message.number, newest, rounds, num_lost, offset_us))
             case Ping():
                 self._front.send(Pong(self._scheduler.counters.prompt_tokens_computed, self.pace.longest_s))
             case Wake():
@@ -273,6 +299,7 @@ class RankLoop:
                 **tiers,
                 **self._gating.counters,
                 **self._group.counters(),
+                **self._rounds.counters(),
             },
         )
 

@@ -13,6 +13,7 @@ from pdserve.engine.member import Member, OnLoading
 from pdserve.engine.messages import JOINING, WARMING_UP, Ready
 from pdserve.errors import InvalidRequest, NotReady, RequestIdInUse, StartupError
 from pdserve.request import RankLoad, RequestId, TokenRequest
+from pdserve.rounds import RankRounds
 
 # How often processes that wait for each other are asked whether they still go round.
 LIFE_S = 1.0
@@ -145,6 +146,10 @@ class Ranks:
         if self.lost.is_set():
             raise NotReady(self.lost_reason)
         return list(await asyncio.gather(*(rank.load(check_integrity=check_integrity) for rank in self._ranks)))
+
+    async def rounds(self, number: int, *, after: int | None, most: int) -> RankRounds:
+        """Of one rank; see Rank.rounds."""
+        return await self._ranks[number].rounds(after=after, most=most)
 
     # ------------------------------------------------------------ sleep
 

@@ -23,7 +23,7 @@ from pdserve.rpc.status import status_of
 log = logging.getLogger(__name__)
 
 # Their callers stay for as long as they like: a drain does not wait for them, and they may ask at any time.
-WATCHERS = ("/grpc.health.", "/grpc.reflection.")
+WATCHERS = ("/grpc.health.", "/grpc.reflection.", "/pdserve.v1.Admin/StreamRounds")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler = Any  # grpc.RpcMethodHandler of any messages

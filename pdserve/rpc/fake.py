@@ -8,6 +8,9 @@ from contextlib import asynccontextmanager
 
 from pdserve.errors import RequestIdInUse
 from pdserve.request import FinishReason, GenerateChunk, GenerateRequest, RankLoad, RequestId, TokenDelta, TokenLogprobs
+from pdserve.rounds import NUM_KEPT, RankRounds, Round
+from pdserve.rpc.admin import admin_service
+from pdserve.rpc.generator import RoundSource
 from pdserve.rpc.inference import InferenceServicer, inference_service
 from pdserve.rpc.limits import Limits, ModelCard
 from pdserve.rpc.server import RpcServer
@@ -98,11 +101,40 @@ class EchoGenerator:
         return GenerateChunk(index, delta, text, position + 1)
 
 
+class FakeRounds:
+    """Ranks that remember the rounds they are given. failure: raised by all of them from then on."""
+
+    def __init__(self, num_ranks: int = 1, size: int = NUM_KEPT) -> None:
+        self._rounds: list[list[Round]] = [[] for _ in range(num_ranks)]
+        self._size = size
+        self.num_questions = 0
+        self.failure: Exception | None = None
+
+    def add(self, rank: int, *rounds: Round) -> None:
+        """Numbered from 1, one after the other."""
+        self._rounds[rank] += rounds
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    async def rounds(self, number: int, *, after: int | None, most: int) -> RankRounds:
+        self.num_questions += 1
+        if self.failure is not None:
+            raise self.failure
+        rounds = self._rounds[number]
+        first = max(after or 0, len(rounds) - min(most, self._size))
+        num_lost = 0 if after is None else first - after
+        return RankRounds(number, len(rounds), tuple(rounds[first:]), num_lost, unix_offset_us=1_000_000)
+
+
 @asynccontextmanager
-async def fake_node(generator: EchoGenerator, limits: Limits | None = None, port: int = 0) -> AsyncIterator[str]:
+async def fake_node(
+    generator: EchoGenerator, limits: Limits | None = None, port: int = 0, rounds: RoundSource | None = None
+) -> AsyncIterator[str]:
     """A serving node on a free port of this machine; its address."""
     servicer = InferenceServicer(generator, ByteTokenizer(), CARD, limits, settings={"max_num_seqs": "4"})
-    server = RpcServer([inference_service(servicer)], port=port)
+    services = [inference_service(servicer), admin_service(rounds or FakeRounds())]
+    server = RpcServer(services, port=port)
     address = f"127.0.0.1:{await server.start()}"
     await server.set_serving(True)
     try:

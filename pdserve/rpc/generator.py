@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from pdserve.request import GenerateChunk, GenerateRequest, RankLoad, RequestId
+from pdserve.rounds import RankRounds
 
 
 class Generator(Protocol):
@@ -22,6 +23,19 @@ class Generator(Protocol):
 
     async def loads(self, *, check_integrity: bool = False) -> Sequence[RankLoad]:
         """What each rank has on its hands now. check_integrity: InternalError where a rank's own tables disagree."""
+
+
+class RoundSource(Protocol):
+    """The ranks of a node, which remember their last rounds."""
+
+    def __len__(self) -> int:
+        """How many."""
+
+    async def rounds(self, number: int, *, after: int | None, most: int) -> RankRounds:
+        """The last rounds of one, `most` of those later than the one numbered `after`; None: of all it remembers.
+
+        Answered between two rounds, however long the present one takes. Raises NotReady when the rank is lost.
+        """
 
 
 class Tokenizer(Protocol):

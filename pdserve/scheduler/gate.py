@@ -18,6 +18,8 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pdserve.rounds import GateDecision
+
 
 class GateRow(NamedTuple):
     """One rank's part of a round, as gathered. num_tokens: forward rows only, so copies and restores do not count."""
@@ -41,6 +43,14 @@ class Window(enum.Enum):
     IDLE = "idle"  # an ALL point at which no rank had anything to decode
 
 
+WINDOWS = {
+    GateDecision.ANY: Window.ANY,
+    GateDecision.ALL: Window.ALL,
+    GateDecision.BURST: Window.ALL,
+    GateDecision.IDLE: Window.IDLE,
+}
+
+
 class PrefillGate:
     """A = attempt_interval, N = any_interval, 1 <= A <= N. A new gate has seen only idle ranks, so it is open.
 
@@ -55,7 +65,7 @@ class PrefillGate:
         self._rows: Sequence[GateRow] = (IDLE_ROW,)
         self._num_prefill_rounds = 0  # in a row
         self.rounds_since_prefill = 0
-        self.window = self._decide()  # what the next round may do, and why
+        self.decision = self._decide()  # what the next round may do, and why
 
     def observe(self, rows: Sequence[GateRow]) -> None:
         """What the round just planned is made of, in every rank, in rank order."""
@@ -64,20 +74,26 @@ class PrefillGate:
         self.rounds_since_prefill = 0 if has_prefill or is_idle else self.rounds_since_prefill + 1
         self._num_prefill_rounds = self._num_prefill_rounds + 1 if has_prefill else 0
         self._rows = rows
-        self.window = self._decide()
+        self.decision = self._decide()
+
+    @property
+    def window(self) -> Window:
+        return WINDOWS.get(self.decision, Window.CLOSED)
 
     @property
     def is_open(self) -> bool:
         return self.window is not Window.CLOSED
 
-    def _decide(self) -> Window:
+    def _decide(self) -> GateDecision:
         if self._max_open_rounds is not None and self._num_prefill_rounds >= self._max_open_rounds:
-            return Window.CLOSED
+            return GateDecision.LIMIT
         rounds = self.rounds_since_prefill
         if rounds != 0 and rounds % self._any_interval == 0:
-            return Window.ANY if any(row.wants_prefill for row in self._rows) else Window.CLOSED
-        if rounds % self._attempt_interval == 0 and all(
-            row.wants_prefill or not row.has_decode_work for row in self._rows
-        ):
-            return Window.ALL if any(row.has_decode_work for row in self._rows) else Window.IDLE
-        return Window.CLOSED
+            return GateDecision.ANY if any(row.wants_prefill for row in self._rows) else GateDecision.UNWANTED
+        if rounds % self._attempt_interval:
+            return GateDecision.BETWEEN
+        if not all(row.wants_prefill or not row.has_decode_work for row in self._rows):
+            return GateDecision.DECODING
+        if not any(row.has_decode_work for row in self._rows):
+            return GateDecision.IDLE
+        return GateDecision.BURST if self._num_prefill_rounds else GateDecision.ALL

@@ -124,6 +124,10 @@ class Planner:
 
     # ------------------------------------------------------------ cadence
 
+    @property
+    def owes_decode(self) -> bool:
+        return self._cadence.owes_decode
+
     def _is_overdue(self, request: Tracked) -> bool:
         """The cadence has held it for as long as it may."""
         return self._hold_budget is not None and request.num_holds >= self._hold_budget

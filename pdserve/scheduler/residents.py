@@ -25,6 +25,7 @@ class Residents:
         self.num_receiving = 0
         self.num_fetching = 0
         self.num_restoring = 0
+        self.num_leases = 0
         self.retracted: list[Tracked] = []
         self._waiting: list[Tracked] = []
         self._free_slots = list(reversed(range(num_slots)))
@@ -78,6 +79,7 @@ class Residents:
         request.move(Move.ADMIT)
         request.slot = self._free_slots.pop()
         request.has_lease = request.route.decode is Side.REMOTE
+        self.num_leases += request.has_lease
         insort(self.prefilling, request, key=_order)
         self.num_gated_prefilling += request.route.is_gated
 
@@ -107,6 +109,11 @@ class Residents:
         request.move(Move.SENT_OFF)
         if not request.route.holds_slot_on_wire:
             self._give_back_slot(request)
+
+    def end_lease(self, request: Tracked) -> None:
+        """No peer reads its blocks any more."""
+        request.has_lease = False
+        self.num_leases -= 1
 
     # ------------------------------------------------------------ detours
 
@@ -215,5 +222,6 @@ class Residents:
         assert self.num_restoring == sum(r.state is State.RESTORING for r in self.by_id.values())
         assert self.num_gated_prefilling == sum(r.route.is_gated for r in self.prefilling)
         assert self.num_receiving == sum(r.state is State.RECEIVING for r in self.by_id.values())
+        assert self.num_leases == sum(r.has_lease for r in self.by_id.values())
         slots = [r.slot for r in self.by_id.values() if r.slot is not None]
         assert sorted(slots + self._free_slots) == list(range(self._num_slots)), "a slot is lost or shared"

@@ -185,5 +185,4 @@ class Retraction:
     def _will_free_blocks(self) -> bool:
         """A transfer or a lease holds blocks, a job below the device holds room for images; all end by themselves."""
         residents = self._residents
-        has_lease = any(request.has_lease for request in residents.by_id.values())
-        return bool(residents.transfers) or has_lease or self._host.num_jobs > 0
+        return bool(residents.transfers) or residents.num_leases > 0 or self._host.num_jobs > 0

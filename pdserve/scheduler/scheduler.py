@@ -374,7 +374,7 @@ class Scheduler:
         if request is None or not request.has_lease:
             self.counters.ignored_events += 1
             return
-        request.has_lease = False
+        self._residents.end_lease(request)
         if request.state is State.STOPPING:
             self._settle(request)
             return
@@ -454,6 +454,16 @@ class Scheduler:
     @property
     def num_transfers(self) -> int:
         return len(self._residents.transfers)
+
+    @property
+    def num_leases(self) -> int:
+        """Requests whose blocks a peer may read."""
+        return self._residents.num_leases
+
+    @property
+    def owes_decode(self) -> bool:
+        """The cadence has the next round ask decode first."""
+        return self._planner.owes_decode
 
     def generation(self, block: BlockId) -> int:
         """The block's generation now, to be compared with an announced one."""

@@ -15,8 +15,9 @@ from pdserve.request import FUSED, RankLoad, RequestId, SamplingParams, TokenReq
 from pdserve.scheduler.plan import RoundPlan
 from pdserve.transfer.loopback import LoopbackNetwork
 from tests.engine.other_end import LIMIT_S, OtherEnd, other_end, wait_for
-from tests.roles.inside import BANNED, VOCAB_SIZE, Computed, Held, OpenStorage, RankThread, Size
+from tests.roles.inside import BANNED, VOCAB_SIZE, Computed, Held, OpenStorage, Size
 from tests.roles.journal import Journal
+from tests.roles.threads import RankThread
 
 
 @dataclass
@@ -92,7 +93,7 @@ def running(sockets: Path, size: Size, open_storage: OpenStorage | None = None) 
     endpoint = f"ipc://{sockets}/loop"
     with other_end(endpoint, FromRank) as front, closing(asyncio.new_event_loop()) as events:
         journal = Journal(events)
-        inside = RankThread("rank", size, LoopbackNetwork(), journal, endpoint, "", False, open_storage)
+        inside = RankThread("rank", size, LoopbackNetwork(), journal, endpoint, "", False, open_storage=open_storage)
         inside.start()
         front.hear(Ready)
         try:

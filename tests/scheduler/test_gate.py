@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from pdserve.rounds import GateDecision
 from pdserve.scheduler.gate import IDLE_ROW, GateRow, PrefillGate, Window
 from tests.scheduler.group import Group
 
@@ -89,6 +90,29 @@ def test_a_pressured_rank_that_decodes_blocks_all_for_its_group() -> None:
     """Above the watermark it wants nothing, so its peers wait for ANY."""
     opened = [after(PrefillGate(4, 16), *[[DECODES_AND_WANTS, DECODES]] * r).is_open for r in range(1, 17)]
     assert opened == [False] * 15 + [True]
+
+
+# What two ranks did in the last rounds, with A = 2, N = 4 and at most two rounds with prefill in a row.
+REASONS: dict[GateDecision, list[list[GateRow]]] = {
+    GateDecision.IDLE: [[WANTS, IDLE_ROW]],
+    GateDecision.BETWEEN: [[DECODES_AND_WANTS, DECODES_AND_WANTS]],
+    GateDecision.ALL: [[DECODES_AND_WANTS, DECODES_AND_WANTS]] * 2,
+    GateDecision.DECODING: [[DECODES_AND_WANTS, DECODES]] * 2,
+    GateDecision.ANY: [[DECODES_AND_WANTS, DECODES]] * 4,
+    GateDecision.UNWANTED: [[DECODES, DECODES]] * 4,
+    GateDecision.BURST: [[PREFILLS, DECODES_AND_WANTS]],
+    GateDecision.LIMIT: [[PREFILLS, DECODES_AND_WANTS]] * 2,
+}
+
+
+@pytest.mark.parametrize("decision", REASONS)
+def test_the_gate_says_why_it_is_open_or_closed(decision: GateDecision) -> None:
+    gate = after(PrefillGate(2, 4, max_open_rounds=2), *REASONS[decision])
+    assert (gate.decision, gate.is_open) == (decision, decision.is_open)
+
+
+def test_every_reason_is_a_gate_s_but_that_of_the_cadence() -> None:
+    assert set(GateDecision) - set(REASONS) == {GateDecision.CADENCE}
 
 
 # ---------------------------------------------------------------- every rank decides alike

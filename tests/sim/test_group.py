@@ -9,7 +9,8 @@ import pytest
 from pdserve.engine.gating import Gating
 from pdserve.errors import InternalError
 from pdserve.request import RequestId
-from pdserve.scheduler.gate import PrefillGate, Window
+from pdserve.rounds import GateDecision
+from pdserve.scheduler.gate import PrefillGate
 from pdserve.scheduler.plan import RoundPlan, StepDone, Submission
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.sim.group import EMPTY_ROUND_S
@@ -98,7 +99,7 @@ def test_time_passes_in_rounds_that_are_empty_because_they_are_closed() -> None:
 
 
 def test_a_gate_that_never_opens_is_an_error_that_names_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PrefillGate, "_decide", lambda self: Window.CLOSED)
+    monkeypatch.setattr(PrefillGate, "_decide", lambda self: GateDecision.BETWEEN)
     with pytest.raises(InternalError, match="request 7 is stuck at rank 0 of fused node 0"):
         run(Fused(DP4), [asked(7)])
 

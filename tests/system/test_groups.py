@@ -15,6 +15,7 @@ from pdserve.bench.processes import children
 from pdserve.config import Role
 from pdserve.errors import InvalidRequest, NotReady
 from pdserve.request import FinishReason
+from pdserve.rounds import NUM_KEPT, GateDecision, Round
 from tests.system.conftest import NUM_BYTES, Greedy
 from tests.system.nodes import BLOCK_SIZE, CHUNK, Node, Nodes, wait_for
 from tests.system.test_life import long_answer
@@ -87,6 +88,35 @@ def test_logprobs_of_output_and_prompt_come_through_a_grid(grid: Node) -> None:
         assert answer.prompt_logprobs is not None
         assert (len(answer.logprobs), len(answer.prompt_logprobs)) == (3, len(prompt) - 1)
     assert answers[0].token_ids == answers[1].token_ids
+
+
+def test_the_rounds_of_a_group_are_in_step_and_show_where_its_gate_opened(grid: Node) -> None:
+    """While both ranks decode, a prompt that only one of them has waits for the ANY point."""
+    grid.wait_until_quiet()
+    (before, _) = grid.loads()
+    with grid.client() as client:
+        streams = [long_answer(client), long_answer(client)]  # one on each
+        grid.ask(prompt_of(CHUNK), 2, data_parallel_rank=0)
+        for stream in streams:
+            stream.close()
+        grid.wait_until_quiet()
+        first_new = before.counters["group_rounds_total"] + 1
+        by_rank: list[dict[int, Round]] = [{}, {}]
+        for batch in client.rounds(last=NUM_KEPT):
+            by_rank[batch.rank] |= {one.step: one for one in batch.rounds if one.step >= first_new}
+    first, second = by_rank
+    steps = sorted(first.keys() & second.keys())
+    assert steps == list(range(first_new, first_new + len(steps)))
+    for step in steps:
+        one, other = first[step], second[step]
+        assert one.group_number == other.group_number == step
+        assert (one.decision, one.num_largest_tokens) == (other.decision, other.num_largest_tokens)
+        assert (one.forward_us is None) == (other.forward_us is None)  # a rank without rows takes part
+    (window,) = [one for one in first.values() if one.num_prefill_tokens == CHUNK]
+    assert (window.decision, window.is_held, second[window.step].num_prefill_rows) == (GateDecision.ANY, False, 0)
+    held = [one.step for one in first.values() if one.is_held and one.step < window.step]
+    assert window.step - 1 in held
+    assert not any(one.is_held for one in second.values() if one.step in held)
 
 
 # (data parallel, tensor parallel, which of the processes)
