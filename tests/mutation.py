@@ -1,7 +1,8 @@
 """Breaks one promise at a time in a copy of the tree, and shows that the test named for the promise fails.
 
 A suite of mutants is a list of `Mutant` and a call of `run`: a table, and 1 if a mutant survives or if one of the named
-tests fails on the tree as it is.
+tests fails on the tree as it is. `python -m tests.transfer.mutants WORD...` runs those with one of the words in their
+name, their file or their test.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Mutant:
 
 def run(mutants: Sequence[Mutant], *, copied: Sequence[str], folder: str) -> int:
     """copied: what the tests need of the tree. folder: that of the mutants' tests. 0 when every mutant is killed."""
+    mutants = _named(mutants, sys.argv[1:])
     with tempfile.TemporaryDirectory() as place:
         tree = Path(place)
         _copy(copied, tree)
@@ -43,6 +45,14 @@ def run(mutants: Sequence[Mutant], *, copied: Sequence[str], folder: str) -> int
         survivors = [mutant for mutant in mutants if not _is_killed(tree, mutant, tests[mutant])]
     print(f"{len(mutants) - len(survivors)} of {len(mutants)} mutants killed, each by the test named for it")
     return int(bool(survivors))
+
+
+def _named(mutants: Sequence[Mutant], words: Sequence[str]) -> Sequence[Mutant]:
+    """Those with one of the words in their texts; all without words."""
+    texts = {mutant: f"{mutant.name} {mutant.path} {mutant.test}" for mutant in mutants}
+    found = [mutant for mutant, text in texts.items() if not words or any(word in text for word in words)]
+    assert found, f"no mutant with any of {list(words)}"
+    return found
 
 
 def _copy(names: Sequence[str], tree: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pdserve.engine.channel import Pollable, RankChannel
 from pdserve.engine.messages import (
+    AbandonPull,
     FromLeader,
     IdleStep,
     LoopCommand,
@@ -89,6 +90,8 @@ class LeadingLink:
         self._quorum = Quorum(1 + len(followers))
 
     def submit(self, command: LoopCommand) -> None:
+        if isinstance(command, AbandonPull):
+            self._quorum.abandon(command.transfer_id)
         for follower in self._followers:
             follower.send(Relay(command))
         self._link.submit(command)

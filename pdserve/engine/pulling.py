@@ -57,6 +57,8 @@ class Pulling:
         self._tell_loop = tell_loop
         self._checksums = checksums
         self._unsourced: dict[TransferId, OpenPull] = {}  # no chunk has come yet, so no peer is known
+        self._newest = TransferId(0)  # of those that were opened, in the order of their ids
+        self._early: dict[TransferId, list[PullChunk]] = {}
         self._peer_blocks: dict[PeerId, int] = {}  # of each connected peer's slab
 
     @property
@@ -89,10 +91,20 @@ class Pulling:
     # ------------------------------------------------------------ a pull
 
     def open(self, command: OpenPull) -> None:
+        assert command.transfer_id > self._newest, f"{command} after {self._newest}"
+        self._newest = command.transfer_id
         self._unsourced[command.transfer_id] = command
+        for chunk in self._early.pop(command.transfer_id, ()):
+            self.chunk(chunk)
 
     def chunk(self, chunk: PullChunk) -> None:
-        """The first one says which ranks of which peer it is."""
+        """The first one says which ranks of which peer it is.
+
+        To a rank's other processes the word to open comes by way of its leader, and the peer may be faster.
+        """
+        if chunk.transfer_id > self._newest:
+            self._early.setdefault(chunk.transfer_id, []).append(chunk)
+            return
         opened = self._unsourced.pop(chunk.transfer_id, None)
         if opened is not None:
             sources = [PullSource(rank, peer, self._peer_blocks.get(peer, 0)) for rank, peer in chunk.sources]

@@ -1,7 +1,7 @@
 """What the processes of one rank saw of their transports, each for its part of a block: when it counts for the whole.
 
-A transfer is received when every part is, and quiet when nothing can write any part. A lease has ended when nobody
-reads any part; it was released only if every part was.
+A transfer is received when every part is, and quiet when it was given up and nothing can write any part. A lease has
+ended when nobody reads any part; it was released only if every part was.
 """
 
 from __future__ import annotations
@@ -19,6 +19,16 @@ class Quorum:
         self._num_members = num_members
         self._said: dict[Hashable, set[int]] = {}
         self._revoked: set[RequestId] = set()
+        self._abandoned: set[TransferId] = set()
+
+    def abandon(self, transfer_id: TransferId) -> None:
+        """Every process is about to be told that nobody waits for it, and says that it is quiet, again if need be."""
+        self._abandoned.add(transfer_id)
+
+    @property
+    def num_open(self) -> int:
+        """What some have said or are to say, and not all have said yet."""
+        return len(self._said) + len(self._revoked) + len(self._abandoned)
 
     def add(self, member: int, event: Event) -> list[Event]:
         """What counts from now on, as `member` was the last of all to see it."""
@@ -41,8 +51,9 @@ class Quorum:
         return True
 
     def _on_quiet(self, member: int, transfer_id: TransferId) -> list[Event]:
-        if not self._is_last(member, ("quiet", transfer_id)):
+        if transfer_id not in self._abandoned or not self._is_last(member, ("quiet", transfer_id)):
             return []
+        self._abandoned.discard(transfer_id)
         self._said.pop(("received", transfer_id), None)  # by some of them, before it was given up
         return [KvQuiet(transfer_id)]
 

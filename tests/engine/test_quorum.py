@@ -16,19 +16,33 @@ T, R = TransferId(7), RequestId("r")
 @pytest.mark.parametrize("event", [KvReceived(T, 3), KvQuiet(T), LeaseReleased(R), LeaseRevoked(R)])
 def test_an_event_counts_once_when_the_last_of_all_has_seen_it(event: Event) -> None:
     quorum = Quorum(3)
+    quorum.abandon(T)
     assert [quorum.add(member, event) for member in (2, 0, 1)] == [[], [], [event]]
+    quorum.abandon(T)
     assert [quorum.add(member, event) for member in (0, 1, 2)] == [[], [], [event]]  # the next of its kind
 
 
 def test_a_process_that_says_it_twice_is_not_two() -> None:
     quorum = Quorum(2)
+    quorum.abandon(T)
     assert quorum.add(0, KvQuiet(T)) == quorum.add(0, KvQuiet(T)) == []
     assert quorum.add(1, KvQuiet(T)) == [KvQuiet(T)]
+
+
+def test_a_part_that_failed_by_itself_says_so_again_when_the_transfer_is_given_up_and_nothing_of_it_stays() -> None:
+    quorum = Quorum(2)
+    assert quorum.add(0, KvQuiet(T)) == quorum.add(1, KvQuiet(T)) == []
+    quorum.abandon(T)
+    assert quorum.add(0, KvQuiet(T)) == []
+    assert quorum.add(1, KvQuiet(T)) == [KvQuiet(T)]
+    assert quorum.add(1, KvQuiet(T)) == []
+    assert quorum.num_open == 0
 
 
 def test_kv_that_one_part_of_never_came_is_not_received_and_is_quiet_when_all_parts_are() -> None:
     quorum = Quorum(2)
     assert quorum.add(0, KvReceived(T, 3)) == []
+    quorum.abandon(T)
     assert quorum.add(1, KvQuiet(T)) == []
     assert quorum.add(0, KvQuiet(T)) == [KvQuiet(T)]
     # A later transfer does not profit from what the first process had.
@@ -52,6 +66,10 @@ def test_random_delays_of_each_process_lose_and_double_nothing() -> None:
         waiting = [(member, event) for member in range(4) for event in events]
         rng.shuffle(waiting)
         quorum = Quorum(4)
+        for event in events:
+            if isinstance(event, KvQuiet):
+                quorum.abandon(event.transfer_id)
         counted = [event for member, seen in waiting for event in quorum.add(member, seen)]
         assert len(counted) == len(events)
         assert set(counted) == set(events)
+        assert quorum.num_open == 0

@@ -272,6 +272,17 @@ def test_what_nobody_pulled_is_quiet_at_once(harness: Harness) -> None:
     assert not harness.here.any(), "a chunk that comes after is not read"
 
 
+def test_chunks_that_come_before_the_word_to_open_wait_for_it(harness: Harness) -> None:
+    """To a process that does not lead its rank, that word comes by way of the one that does."""
+    harness.connect()
+    harness.front.send(chunk(0, 0, 4, 3), chunk(1, 4, 8, 5), ReleaseLease(LEASE))
+    harness.front.hear(LeaseAnswer)
+    assert not harness.here.any()
+    harness.open_pull()
+    harness.front.hear(PullFinished)
+    assert harness.here[[8, 9], 0].tolist() == [3, 5]
+
+
 def test_an_abandoned_pull_is_quiet_when_its_last_read_is_over(harness: Harness) -> None:
     harness.connect()
     harness.network.hang("there")

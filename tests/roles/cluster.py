@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 
 import decode_node.node
@@ -27,8 +28,10 @@ from pdserve.rpc.fake import ByteTokenizer
 from pdserve.rpc.server import RpcServer
 from pdserve.transfer.base import PeerId
 from pdserve.transfer.loopback import LoopbackNetwork
-from tests.roles.inside import BANNED, VOCAB_SIZE, HeldRunner, RankThread, Size
+from tests.roles.heads import Exchange
+from tests.roles.inside import BANNED, VOCAB_SIZE, HeldRunner, Size
 from tests.roles.journal import LIMIT_S, Journal
+from tests.roles.threads import FollowerThread, Inside, PartThread, RankThread
 
 BUILDS: dict[Role, Build] = {
     Role.FUSED: fused.node.build,
@@ -39,21 +42,22 @@ BUILDS: dict[Role, Build] = {
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A front heard it from its rank's transport thread."""
+    """A front heard it from a transport thread. part: the process among all of the node's."""
 
     node: str
     message: FromTransport
     kind: type[FromTransport]
+    part: int = 0
 
 
 @dataclass
 class Node:
-    """One life of one node; `name` is of this life alone."""
+    """One life of one node; `name` is of this life alone. insides: one a rank."""
 
     name: str
     args: ServerArgs
-    rank: Rank
-    inside: RankThread
+    ranks: Ranks
+    insides: Sequence[Inside]
     network: LoopbackNetwork
     client: AsyncClient
     server: RpcServer
@@ -65,13 +69,31 @@ class Node:
         return self.args.address
 
     @property
+    def rank(self) -> Rank:
+        """Its first, and mostly its only one."""
+        return self.ranks[0]
+
+    @property
+    def inside(self) -> RankThread:
+        """Of the first process of the first rank."""
+        return self.insides[0].leader
+
+    @property
+    def followers(self) -> Sequence[FollowerThread]:
+        """Of the other processes of the first rank."""
+        return self.insides[0].followers
+
+    @property
     def runner(self) -> HeldRunner:
         return self.inside.runner
 
+    async def loads(self) -> Sequence[RankLoad]:
+        """Of each rank. Raises InternalError where the tables of one of them disagree."""
+        return await self.client.loads(check_integrity=True, timeout_s=LIMIT_S)
+
     async def load(self) -> RankLoad:
-        """Raises InternalError where the rank's tables disagree."""
-        (load,) = await self.client.loads(check_integrity=True, timeout_s=LIMIT_S)
-        return load
+        """Of the first rank. Raises InternalError where the tables of one of them disagree."""
+        return (await self.loads())[0]
 
     async def counters(self) -> dict[str, int]:
         return dict((await self.load()).counters)
@@ -80,13 +102,15 @@ class Node:
         if self.is_stopped:
             return
         self.is_stopped = True
-        self.inside.runner.release()
+        for inside in self.insides:
+            inside.stop()
         await self.server.stop(grace_s=0)
         for task in self.background:
             task.cancel()
         await asyncio.gather(*self.background, return_exceptions=True)
-        await self.rank.stop()
-        await asyncio.to_thread(self.inside.join)
+        await self.ranks.stop()
+        for inside in self.insides:
+            await asyncio.to_thread(inside.join)
         await self.client.close()
 
     def lose_rank(self) -> None:
@@ -95,7 +119,9 @@ class Node:
 
     async def die(self) -> None:
         """As a killed process: nothing of it can be read from one moment to the next, its streams break."""
-        self.network.kill(self.name)
+        for inside in self.insides:
+            for part in inside.parts:
+                self.network.kill(part.name)
         await self.stop()
 
 
@@ -115,54 +141,57 @@ class Cluster:
             model="fake",
             role=role,
             port=settings.pop("port", 0),
-            max_num_seqs=size.num_slots,
+            max_num_seqs=size.num_slots * size.num_ranks,
+            tensor_parallel_size=size.num_parts,
+            data_parallel_size=size.num_ranks,
             kv_lease_s=size.lease_s,
             kv_checksum=size.has_checksums,
         )
         for key, value in settings.items():
             setattr(args, key, value)
         sockets = self.stack.enter_context(private_directory())
-        has_transport = role is not Role.FUSED
-        inside = RankThread(
-            name,
-            size,
-            self.network,
-            self.journal,
-            f"ipc://{sockets}/loop",
-            f"ipc://{sockets}/transport",
-            has_transport,
-        )
-        rank = self._rank(args, inside)
-        inside.start()
-        ready = await rank.members[0].attach(timeout_s=LIMIT_S)
-        parts = BUILDS[role](Site(args, Ranks([rank]), [ready], ByteTokenizer(), incarnation=f"life-of-{name}"))
-        self._watch(name, rank)
+        insides = [self._inside(name, role, size, number, sockets) for number in range(size.num_ranks)]
+        ranks = Ranks([_rank(args, inside) for inside in insides])
+        for part in (part for inside in insides for part in inside.parts):
+            part.start()
+        readies = await asyncio.gather(*(member.attach(timeout_s=LIMIT_S) for member in ranks.members))
+        parts = BUILDS[role](Site(args, ranks, readies, ByteTokenizer(), incarnation=f"life-of-{name}"))
+        self._watch(name, ranks)
         server = RpcServer(parts.services, port=args.port)
         args.port = await server.start()
         await server.set_serving(True)
         background = [asyncio.create_task(work) for work in parts.background]
-        node = Node(
-            name, args, rank, inside, self.network, AsyncClient(args.address, max_attempts=1), server, background
-        )
+        client = AsyncClient(args.address, max_attempts=1)
+        node = Node(name, args, ranks, insides, self.network, client, server, background)
         self.stack.push_async_callback(node.stop)
         return node
 
-    def _rank(self, args: ServerArgs, inside: RankThread) -> Rank:
-        channel: FrontChannel[FromRank, ToRank] = FrontChannel(inside.loop_endpoint, FromRank)
-        transport: FrontChannel[FromTransport, ToTransport] | None = None
-        if inside.has_transport:
-            transport = FrontChannel(inside.transport_endpoint, FromTransport)
-        return Rank([Member(channel, transport)], max_live=args.max_num_seqs + args.max_queued_requests)
+    def _inside(self, name: str, role: Role, size: Size, number: int, sockets: Path) -> Inside:
+        exchange = Exchange(size.num_parts)
 
-    def _watch(self, name: str, rank: Rank) -> None:
-        member = rank.members[0]
-        listener = member.on_transport
+        def place(part: int) -> tuple[str, Size, LoopbackNetwork, Journal, str, str, bool, Exchange, int]:
+            index = number * size.num_parts + part
+            part_name = f"{name}-{index}" if index else name
+            ends = f"ipc://{sockets}/loop{index}", f"ipc://{sockets}/transport{index}"
+            return (part_name, size, self.network, self.journal, *ends, role is not Role.FUSED, exchange, part)
 
+        others = range(1, size.num_parts)
+        step_endpoints = [f"ipc://{sockets}/step{number}-{part}" for part in others]
+        leader = RankThread(*place(0), step_endpoints=step_endpoints, number=number)
+        return Inside(leader, [FollowerThread(*place(part), leader=leader) for part in others])
+
+    def _watch(self, name: str, ranks: Ranks) -> None:
+        for part, member in enumerate(ranks.members):
+            member.on_transport = self._noting(name, part, member.on_transport)
+
+    def _noting(
+        self, name: str, part: int, listener: Callable[[FromTransport], None]
+    ) -> Callable[[FromTransport], None]:
         def on_transport(message: FromTransport) -> None:
             listener(message)
-            self.journal.note(Told(name, message, type(message)))
+            self.journal.note(Told(name, message, type(message), part))
 
-        member.on_transport = on_transport
+        return on_transport
 
     async def pair(self, size: Size | None = None, decode_size: Size | None = None, **settings: object) -> Pair:
         """A prefill node, and a decode node that has it as its peer."""
@@ -187,6 +216,19 @@ class Cluster:
         """Until `decode` would choose this life of `prefill`; its loop must not be held."""
         await self.until_told_connected(decode, prefill)
         await until_ready(decode)
+
+
+def _rank(args: ServerArgs, inside: Inside) -> Rank:
+    max_live = args.max_num_seqs_a_rank + args.max_queued_requests // args.data_parallel_size
+    return Rank([_member(part) for part in inside.parts], max_live=max_live, number=inside.leader.number)
+
+
+def _member(part: PartThread) -> Member:
+    channel: FrontChannel[FromRank, ToRank] = FrontChannel(part.loop_endpoint, FromRank)
+    transport: FrontChannel[FromTransport, ToTransport] | None = None
+    if part.has_transport:
+        transport = FrontChannel(part.transport_endpoint, FromTransport)
+    return Member(channel, transport, part.name)
 
 
 @dataclass(frozen=True)
@@ -244,19 +286,21 @@ async def until_ready(decode: Node, num_peers: int = 1) -> None:
 
 
 def leftovers(node: Node, load: RankLoad) -> dict[str, int]:
-    """What a node without requests should not have, and has."""
+    """What a rank without requests should not have, and has, in any of its parts."""
+    inside = node.insides[load.rank]
     held = {
         "held blocks": load.num_held_blocks,
         "quarantined blocks": load.num_quarantined_blocks,
-        "leases": load.num_live_leases,
+        "leases": inside.count("live_leases"),
         "transfers": load.num_open_transfers,
         "running": load.num_running,
         "waiting": load.num_waiting,
-        "open pulls": load.counters.get("open_pulls", 0),
-        "open reads": load.counters.get("open_reads", 0),
+        "open pulls": inside.count("open_pulls"),
+        "open reads": inside.count("open_reads"),
+        "half told": inside.num_half_told,
         "outstanding tokens": load.counters.get("outstanding_prefill_tokens", 0),
-        "requests of the front": node.rank.num_live,
-        "requests of the loop": len(node.inside.loop._live),
+        "requests of the front": node.ranks[load.rank].num_live,
+        "requests of the loop": len(inside.leader.loop._live),
     }
     return {what: count for what, count in held.items() if count}
 
@@ -267,7 +311,7 @@ async def settle(*nodes: Node) -> None:
         left: dict[str, int] = {}
         try:
             async with asyncio.timeout(LIMIT_S):
-                while left := leftovers(node, await node.load()):
+                while left := {what: n for load in await node.loads() for what, n in leftovers(node, load).items()}:
                     pass
         except TimeoutError:
             raise AssertionError(f"{node.name} keeps {left}") from None

@@ -6,18 +6,18 @@ import numpy as np
 import torch
 
 from pdserve.kv.storage import KVStorage
-from pdserve.model.fake import FakeRunner
 from pdserve.model.noise import Words, mix
 from pdserve.model.runner import RoundResult
 from pdserve.model.sampler import Sampler
 from pdserve.request import TokenRequest
 from pdserve.scheduler.plan import RoundPlan, SlotStart
+from tests.roles.heads import HeadsRunner
 
 # Wide enough that no two tokens are as good, narrow enough that a temperature below 1 leaves a choice.
 SPREAD = 6.0
 
 
-class SamplingRunner(FakeRunner):
+class SamplingRunner(HeadsRunner):
     """Its logits are exact: the same context has the same ones on every node, in whatever chunks it came."""
 
     def __init__(self, storage: KVStorage, vocab_size: int, max_slots: int, max_model_len: int, eos: int) -> None:

@@ -13,7 +13,6 @@ from tests.roles.cluster import (
     Told,
     answer_to,
     ask,
-    leftovers,
     prompt_of,
     settle,
     until,
@@ -172,7 +171,7 @@ async def test_a_peer_gone_after_the_last_read_still_has_to_confirm(nodes: Clust
     await pair.journal.first(Held)
     await pair.prefill.die()
     assert (await asking).placement == "local;reason=transfer_failed"
-    assert not leftovers(pair.decode, await until_load(pair.decode, lambda load: load.num_running == 0))
+    await settle(pair.decode)
     assert not pair.journal.of(Told, node=pair.decode.name, kind=PullFinished)
 
 

@@ -8,12 +8,13 @@ from tests.mutation import Mutant, run
 
 COPIED = (
     *("pdserve", "prefill_node", "decode_node", "fused", "pyproject.toml"),
-    *("tests/transfer", "tests/engine", "tests/roles", "tests/scheduler"),
+    *("tests/transfer", "tests/engine", "tests/roles", "tests/scheduler", "tests/prefill_node"),
 )
 LINK, PULL, LEASE = "pdserve/transfer/link.py", "pdserve/transfer/pull.py", "pdserve/transfer/lease.py"
 LENDING, PULLING = "pdserve/engine/lending.py", "pdserve/engine/pulling.py"
 THREAD, SCHEDULER = "pdserve/engine/transport_thread.py", "pdserve/scheduler/scheduler.py"
 DECODE, PREFILL = "decode_node/handoff.py", "prefill_node/handoff.py"
+COVERAGE, PARTS, QUORUM = "decode_node/coverage.py", "prefill_node/parts.py", "pdserve/engine/quorum.py"
 
 MUTANTS = [
     # ------------------------------------------------------------ confirm, then commit
@@ -279,6 +280,122 @@ MUTANTS = [
         PULLING,
         (("        if not differing:\n", "        if pull.num_bytes:\n"),),
         "roles/test_checksums.py::test_bytes_that_changed_after_they_were_announced_are_found_and_never_decoded_from",
+    ),
+    # ------------------------------------------------------------ a rank of several processes
+    Mutant(
+        "group: a transfer is committed once one part is",
+        COVERAGE,
+        (("return len(self._committed) == self._num_parts", "return len(self._committed) > 0"),),
+        "roles/test_group_failures.py::test_a_transfer_that_one_part_did_not_commit_is_given_up_by_all",
+    ),
+    Mutant(
+        "group: the release is asked for once one part has read everything",
+        COVERAGE,
+        (("return len(self._pulled) == self._num_parts", "return len(self._pulled) > 0"),),
+        "roles/test_group_failures.py::test_nothing_is_released_before_every_part_has_read_everything",
+    ),
+    Mutant(
+        "group: a pull is confirmed before every part has read everything",
+        DECODE,
+        (
+            (
+                "            case PullFinished():\n                self._coverage.pull(said.part)\n",
+                "            case PullFinished():\n                self._coverage.pull(said.part)\n"
+                "                self._rank.tell_transport(ConfirmPull(self._transfer_id, True, 5))\n",
+            ),
+        ),
+        "roles/test_group_failures.py::test_nothing_is_released_before_every_part_has_read_everything",
+    ),
+    Mutant(
+        "group: a lease stands once it does in one part",
+        PARTS,
+        (("return len(self._opened) == len(self._ends)", "return len(self._opened) == 1"),),
+        "roles/test_group_failures.py::test_whatever_order_parts_speak_in_the_decode_node_hears_of_the_lease_first_and_of_"
+        "chunks_in_order",
+    ),
+    Mutant(
+        "group: chunks are told before the lease stands in every part",
+        PREFILL,
+        (
+            (
+                "            case ChunkAnnounced() if not self._is_accepted:\n",
+                "            case ChunkAnnounced() if False:\n",
+            ),
+        ),
+        "roles/test_group_failures.py::test_whatever_order_parts_speak_in_the_decode_node_hears_of_the_lease_first_and_of_"
+        "chunks_in_order",
+    ),
+    Mutant(
+        "group: what one part vouches for is valid",
+        PARTS,
+        (("return all(self._answers.values())", "return any(self._answers.values())"),),
+        "roles/test_group_failures.py::test_blocks_that_one_part_does_not_vouch_for_are_never_decoded_from",
+    ),
+    Mutant(
+        "group: the answer of one part is that of all",
+        PARTS,
+        (("if len(self._answers) == len(self._ends) else None", "if self._answers else None"),),
+        "prefill_node/test_handoff.py::test_the_decode_node_is_answered_once_every_part_has_been",
+    ),
+    Mutant(
+        "group: a release is taken before every part has announced everything",
+        PARTS,
+        (("return all(count == num_chunks", "return any(count == num_chunks"),),
+        "prefill_node/test_handoff.py::test_a_release_counts_once_every_part_has_announced_everything",
+    ),
+    Mutant(
+        "group: a lease that one part revoked goes on",
+        PREFILL,
+        (("                return self._end_with(HandoffAbort(reason))\n", "                return ()\n"),),
+        "roles/test_group_failures.py::test_a_lease_that_one_part_revoked_is_told_to_the_decode_node_at_once",
+    ),
+    Mutant(
+        "group: a transfer is quiet once one part is",
+        QUORUM,
+        (
+            (
+                'if transfer_id not in self._abandoned or not self._is_last(member, ("quiet", transfer_id)):',
+                "if transfer_id not in self._abandoned:",
+            ),
+        ),
+        "roles/test_group_failures.py::test_a_transfer_that_one_part_failed_with_keeps_its_blocks_until_every_part_is_"
+        "quiet",
+    ),
+    Mutant(
+        "group: a transfer that every part failed with is quiet before it is given up",
+        QUORUM,
+        (("if transfer_id not in self._abandoned or not self", "if not self"),),
+        "engine/test_quorum.py::test_a_part_that_failed_by_itself_says_so_again_when_the_transfer_is_given_up_and_nothing_"
+        "of_it_stays",
+    ),
+    Mutant(
+        "group: a prompt is decoded once one part of it is committed",
+        QUORUM,
+        (('return [event] if self._is_last(member, ("received", transfer_id)) else []', "return [event]"),),
+        "roles/test_group_failures.py::test_nothing_is_decoded_before_every_part_has_committed",
+    ),
+    Mutant(
+        "group: lent blocks are free once one part has let go of them",
+        QUORUM,
+        (('        if not self._is_last(member, ("ended", request_id)):\n            return []\n', ""),),
+        "roles/test_group_failures.py::test_lent_blocks_stay_until_every_part_has_let_go_of_them",
+    ),
+    Mutant(
+        "group: chunks that are faster than the leader's word are lost",
+        PULLING,
+        (
+            (
+                "            self._early.setdefault(chunk.transfer_id, []).append(chunk)\n            return\n",
+                "            return\n",
+            ),
+        ),
+        "roles/test_group_failures.py::test_a_part_that_hears_of_a_transfer_after_its_chunks_reads_them_all_the_same",
+    ),
+    Mutant(
+        "group: a command reaches the leader's transport alone",
+        "pdserve/engine/leading.py",
+        (("            follower.send(Relay(command))\n", "            pass\n"),),
+        "engine/test_following.py::test_commands_reach_every_transport_and_what_all_of_them_saw_comes_back_once",
     ),
     # ------------------------------------------------------------ who is who
     Mutant(
