@@ -9,7 +9,7 @@ from random import Random
 
 from pdserve.bench.chaos.faults import Fault, FaultKind, Injector
 from pdserve.bench.chaos.fleet import Fleet, Member
-from pdserve.bench.chaos.requests import Attempted, ChaosAsk, attempt, follow
+from pdserve.bench.chaos.requests import UNDISTURBED_S, Attempted, ChaosAsk, attempt, follow
 from pdserve.bench.waiting import until
 from pdserve.client import AsyncClient
 
@@ -27,7 +27,7 @@ async def ask_reference(
 
     async def work() -> None:
         for ask in waiting:
-            attempted = attempt(ask, "reference")
+            attempted = attempt(ask, "reference", UNDISTURBED_S)
             await follow(client, attempted, with_runners_up=True)
             done[ask.number] = attempted
             on_done(len(done))
@@ -46,6 +46,7 @@ class Drive:
     asks: Sequence[ChaosAsk]
     num_faults: int
     num_streams: int
+    hang_s: float
     random: Random
     shares: Mapping[FaultKind, int]
     on_done: Callable[[int, int], None] = lambda num_requests, num_faults: None
@@ -75,7 +76,7 @@ class Drive:
             await self._gate.wait()
             decode = await self._choose()
             self.num_started += 1
-            attempted = self.in_flight[ask.name] = attempt(ask, decode.name)
+            attempted = self.in_flight[ask.name] = attempt(ask, decode.name, self.hang_s)
             try:
                 await asyncio.create_task(follow(self.fleet.clients[decode.name], attempted))
             finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -18,8 +19,10 @@ from pdserve.request import FinishReason, TokenLogprobs
 LENGTHS = ((0.3, 2, 64), (0.5, 64, 600), (0.2, 600, 1600))
 NEW_TOKENS = (8, 48)
 SHARED_SHARE, SHARED_TOKENS = 0.2, 128
-# Far beyond what any fault costs a request: who takes longer hangs.
-HANG_S = 120.0
+# Far beyond what any fault costs a request: who takes longer hangs. A model that is slow in itself gets as much as its
+# slowest answer took a node that nothing disturbed, so many times.
+HANG_S, HANG_TIMES = 120.0, 5
+UNDISTURBED_S = 900.0
 
 
 class Kind(enum.Enum):
@@ -101,11 +104,14 @@ class Sample:
 class Attempted:
     """One request on its way, and what came of it. Times are seconds on this process' monotonic clock.
 
+    hang_s: how long it may take.
+
     phase: as its caller sees it; the witness knows better until its KV has come. first_s: of its first piece.
     """
 
     ask: ChaosAsk
     target: str
+    hang_s: float
     started_s: float
     samples: list[Sample]
     ended_s: float | None = None
@@ -125,7 +131,7 @@ class Attempted:
 
     @property
     def is_hung(self) -> bool:
-        return self.ended_s is not None and self.ended_s - self.started_s >= HANG_S
+        return self.ended_s is not None and self.ended_s - self.started_s >= self.hang_s
 
     def leave(self) -> None:
         """As a caller who goes away."""
@@ -134,8 +140,14 @@ class Attempted:
             self.task.cancel()
 
 
-def attempt(ask: ChaosAsk, target: str) -> Attempted:
-    return Attempted(ask, target, time.monotonic(), [Sample() for _ in range(ask.num_samples)])
+def hang_s_of(references: Iterable[Attempted]) -> float:
+    """How long the same requests may take among faults."""
+    took_s = [reference.ended_s - reference.started_s for reference in references if reference.ended_s is not None]
+    return max(HANG_S, HANG_TIMES * max(took_s, default=0.0))
+
+
+def attempt(ask: ChaosAsk, target: str, hang_s: float) -> Attempted:
+    return Attempted(ask, target, hang_s, time.monotonic(), [Sample() for _ in range(ask.num_samples)])
 
 
 async def follow(client: AsyncClient, attempted: Attempted, *, with_runners_up: bool = False) -> None:
@@ -149,7 +161,7 @@ async def follow(client: AsyncClient, attempted: Attempted, *, with_runners_up: 
         options |= {"logprobs": True, "top_logprobs": max(2, options.get("top_logprobs", 0))}
     attempted.task = asyncio.current_task()
     try:
-        async with client.stream(num_samples=ask.num_samples, timeout_s=HANG_S, **options) as stream:
+        async with client.stream(num_samples=ask.num_samples, timeout_s=attempted.hang_s, **options) as stream:
             async for piece in stream:
                 attempted.first_s = attempted.first_s or time.monotonic()
                 attempted.samples[piece.index].add(piece)

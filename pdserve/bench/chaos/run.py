@@ -23,7 +23,7 @@ from pdserve.bench.chaos.checks import Fate, fate_checks, fates_of, growth_check
 from pdserve.bench.chaos.drive import Drive, ask_reference
 from pdserve.bench.chaos.faults import Fault, shares_over
 from pdserve.bench.chaos.fleet import Fleet, Member, make_fleet, make_member
-from pdserve.bench.chaos.requests import make_chaos_asks
+from pdserve.bench.chaos.requests import hang_s_of, make_chaos_asks
 from pdserve.bench.processes import is_running
 from pdserve.bench.stream_checks import Check, exactly, in_use
 from pdserve.bench.tiny_model import QUICK, make_model
@@ -115,7 +115,8 @@ async def _run(arguments: argparse.Namespace, model: Path, folder: Path, progres
         await fleet.start()
         start_s = time.monotonic()
         random, shares = Random(f"faults {arguments.seed}"), shares_over(arguments.ucx_tls)
-        drive = Drive(fleet, asks, arguments.faults, arguments.streams, random, shares)
+        hang_s = hang_s_of(references.values())
+        drive = Drive(fleet, asks, arguments.faults, arguments.streams, hang_s, random, shares)
         drive.on_done = lambda requests, faults: progress(f"requests, {faults} faults", requests, len(asks))
         faults = await drive.run()
         elapsed_s = time.monotonic() - start_s

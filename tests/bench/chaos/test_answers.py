@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from pdserve.bench.chaos.answers import Answered, Parting, compare
-from pdserve.bench.chaos.requests import Attempted, ChaosAsk, Kind, Sample, attempt, make_chaos_asks
+from pdserve.bench.chaos.requests import (
+    HANG_S,
+    HANG_TIMES,
+    Attempted,
+    ChaosAsk,
+    Kind,
+    Sample,
+    attempt,
+    hang_s_of,
+    make_chaos_asks,
+)
 from pdserve.errors import NotReady
 from pdserve.request import FinishReason, TokenLogprobs
 
@@ -19,7 +29,7 @@ def entry(token: int, logprob: float = -1.0) -> TokenLogprobs:
 def answer(
     *token_ids: int, finish: FinishReason | None = DONE, text: str | None = None, kind: Kind = Kind.GREEDY
 ) -> Attempted:
-    made = attempt(ChaosAsk(0, kind, (1, 2), {"temperature": 0.0}), "D0")
+    made = attempt(ChaosAsk(0, kind, (1, 2), {"temperature": 0.0}), "D0", HANG_S)
     told = "".join(chr(97 + token) for token in token_ids) if text is None else text
     made.samples = [Sample(list(token_ids), told, [entry(token) for token in token_ids], finish)]
     return made
@@ -63,3 +73,13 @@ def test_a_seed_is_a_workload_of_every_kind() -> None:
     assert asks == make_chaos_asks(200, seed=3)
     assert asks != make_chaos_asks(200, seed=4)
     assert {ask.kind for ask in asks} == set(Kind)
+
+
+def test_a_slow_model_gets_its_time_before_an_answer_counts_as_hung() -> None:
+    quick, slow = answer(1), answer(2)
+    quick.ended_s, slow.ended_s = quick.started_s + 1, slow.started_s + 100
+    assert hang_s_of([]) == hang_s_of([quick]) == HANG_S
+    assert hang_s_of([quick, slow]) == pytest.approx(HANG_TIMES * 100)
+    slow.hang_s = 99.0
+    assert slow.is_hung
+    assert not quick.is_hung
