@@ -93,6 +93,9 @@ class Settings(BaseModel):
     tensor_parallel_size: Annotated[
         Count, Field(le=64), Flag(GROUP, "processes that share each rank's matrices and KV heads", alias="tp")
     ] = 1
+    dense_mlp_split: Annotated[
+        bool, Flag(GROUP, "split dense MLPs over all ranks of the group, instead of one on each data-parallel rank")
+    ] = False
     nnodes: Annotated[Count, Field(le=64), Flag(GROUP, "machines that the ranks are on, as many on each")] = 1
     node_rank: Annotated[
         int, Field(ge=0), Flag(GROUP, "which of them this is; 0 has the front, others serve through it")

@@ -86,6 +86,10 @@ def _group_faults(settings: Settings) -> Iterable[Fault]:
             "give at least as many"
         )
         yield Fault(flag_name("max_num_seqs"), settings.max_num_seqs, reason)
+    # Node 0 tells the others how many ranks there are.
+    if settings.dense_mlp_split and settings.data_parallel_size == 1 and settings.node_rank == 0:
+        reason = "splits dense MLPs over data-parallel ranks, and there is one; give more, or leave it out"
+        yield Fault(flag_name("dense_mlp_split"), None, reason)
 
 
 def _size_faults(settings: Settings) -> Iterable[Fault]:

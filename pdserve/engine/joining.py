@@ -53,7 +53,13 @@ def join(spec: GridSpec, *, timeout_s: float) -> Joined:
             f"rank {spec.rank} of {spec.num_ranks} did not find the others within {timeout_s:.0f} s: {error}; look at "
             "their logs, or raise --startup-timeout-s"
         ) from error
-    shard = Shard(spec.tensor_parallel_size, spec.tp_rank, spec.data_parallel_size, spec.dp_rank)
+    shard = Shard(
+        tp_size=spec.tensor_parallel_size,
+        tp_rank=spec.tp_rank,
+        ep_size=spec.data_parallel_size,
+        ep_rank=spec.dp_rank,
+        splits_dense_mlp=spec.splits_dense_mlp,
+    )
     return Joined(Grid(shard, tp, ep), _gather(ep, spec.data_parallel_size) if ep is not None else None)
 
 

@@ -56,6 +56,7 @@ class GridSpec(msgspec.Struct, frozen=True):
 
     num_local_ranks: on its machine. init_method: where torch.distributed lets them find each other. interface: by which
     they talk; None = where the machine's name leads. is_in_step: all go through their rounds together.
+    splits_dense_mlp: dense MLPs are split over all ranks.
     """
 
     data_parallel_size: int = 1
@@ -65,6 +66,7 @@ class GridSpec(msgspec.Struct, frozen=True):
     init_method: str = ""
     interface: str | None = LOOPBACK
     is_in_step: bool = False
+    splits_dense_mlp: bool = False
 
     @property
     def num_ranks(self) -> int:

@@ -1,7 +1,7 @@
 """What the ranks that compute one model together tell each other within a forward.
 
 Every rank of a group makes the same calls in the same order, in every round: a rank without rows of its own takes part
-in the exchange of experts with none.
+in the exchanges of experts, and of dense MLPs that are split over all, with none.
 """
 
 from __future__ import annotations
@@ -35,6 +35,15 @@ class Collectives(Protocol):
     def exchange(self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
         """rows [sum(num_sent), width]: the first num_sent[0] go to rank 0, and so on; [sum(num_received), width]."""
 
+    def begin_forward(self, x: Tensor) -> None:
+        """x [rows, ...]: this rank has so many rows in the forward, which gather_rows and sum_rows go by."""
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """x [rows, width] of this rank, as in begin_forward -> those of all data-parallel ranks, in rank order."""
+
+    def sum_rows(self, parts: Tensor) -> Tensor:
+        """parts: a summand for each row of gather_rows -> [rows, width], the data-parallel ranks' sums for its own."""
+
 
 class Alone:
     """One rank with the whole model: nobody to talk to."""
@@ -53,6 +62,15 @@ class Alone:
     def exchange(self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
         return rows
 
+    def begin_forward(self, x: Tensor) -> None:
+        pass
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        return x
+
+    def sum_rows(self, parts: Tensor) -> Tensor:
+        return parts
+
 
 class Grid:
     """Ranks joined by torch.distributed. tp, ep: the process groups of this rank's row and column of the grid.
@@ -66,6 +84,7 @@ class Grid:
         self.shard = shard
         self._tp = tp
         self._ep = ep
+        self._num_rows: list[int] = []  # each data-parallel rank's in this forward
 
     def add_up(self, x: Tensor) -> Tensor:
         if self._tp is None:
@@ -94,3 +113,24 @@ class Grid:
         came = rows.new_empty((sum(num_received), rows.shape[1]))
         dist.all_to_all_single(came, rows.contiguous(), list(num_received), list(num_sent), group=self._ep)
         return came
+
+    def begin_forward(self, x: Tensor) -> None:
+        if self.shard.splits_dense_mlp:
+            mine = torch.full((self.shard.ep_size, 1), len(x), device=x.device)
+            self._num_rows = self.exchange_counts(mine).flatten().tolist()
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        if self._ep is None:
+            return x
+        num_ranks = self.shard.ep_size
+        return self.exchange(x.repeat(num_ranks, 1), [len(x)] * num_ranks, self._num_rows)
+
+    def sum_rows(self, parts: Tensor) -> Tensor:
+        if self._ep is None:
+            return parts
+        num_own = self._num_rows[self.shard.ep_rank]
+        came = self.exchange(parts, self._num_rows, [num_own] * self.shard.ep_size)
+        total, *others = came.view(self.shard.ep_size, num_own, parts.shape[1]).unbind()
+        for other in others:  # one after the other: a reduction's order may vary
+            total = total + other
+        return total

@@ -31,6 +31,7 @@ class Llama:
         """tokens, positions [num_tokens] int64 -> normed hidden states [num_tokens, hidden], the same on every rank."""
         cos, sin = self._rotary.at(positions)
         x = self._embed(tokens)
+        self._collectives.begin_forward(x)
         for index, layer in enumerate(self._weights.layers):
             x = x + self._attend(index, layer, x, cos, sin)
             x = x + layer.mlp(rms_norm(x, layer.mlp_norm, self._config.rms_norm_eps), self._collectives)
@@ -39,6 +40,7 @@ class Llama:
     def idle_forward(self) -> None:
         """A forward without rows, in a round in which other data-parallel ranks have some: its exchanges."""
         nothing = self._weights.final_norm.new_empty((0, self._config.hidden_size))
+        self._collectives.begin_forward(nothing)
         for layer in self._weights.layers:
             if layer.mlp.is_shared:
                 layer.mlp(nothing, self._collectives)

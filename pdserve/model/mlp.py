@@ -38,6 +38,25 @@ class DenseMlp:
         return collectives.add_up(gated(x, self.gate_up, self.down))
 
 
+@dataclass(frozen=True, slots=True)
+class SplitMlp:
+    """A DenseMlp of which every process of the group holds a slice: each computes its slice for everybody's rows.
+
+    A row's answer is a sum over the slices in the order of the ranks, whoever's rows are computed beside it.
+    """
+
+    gate_up: Linear  # hidden -> 2 * the slice of intermediate
+    down: Linear  # the slice of intermediate -> hidden
+
+    @property
+    def is_shared(self) -> bool:
+        return True
+
+    def __call__(self, x: Tensor, collectives: Collectives) -> Tensor:
+        parts = gated(collectives.gather_rows(x), self.gate_up, self.down)
+        return collectives.add_up(collectives.sum_rows(parts))
+
+
 def gated(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
     """A gated MLP, or a tensor-parallel rank's part of its sum."""
     gate, up = gate_up(x).chunk(2, dim=-1)

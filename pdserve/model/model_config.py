@@ -104,8 +104,12 @@ class ModelConfig:
         """Of every MLP there is: a dense layer's, an expert's."""
         if self.experts is None:
             return frozenset({self.intermediate_size})
-        dense = {self.intermediate_size} if len(self.experts.layers) < self.num_layers else set()
+        dense = {self.intermediate_size} if self.has_dense_layers else set()
         return frozenset(dense | {self.experts.intermediate_size})
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return self.experts is None or len(self.experts.layers) < self.num_layers
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """None where the layer is dense."""

@@ -18,12 +18,14 @@ class Shard:
 
     tp: the ranks of one data-parallel rank, each with a slice of every matrix (tensor parallel).
     ep: the ranks with the same tp_rank in every data-parallel rank, each with some of the experts (expert parallel).
+    splits_dense_mlp: dense MLPs too are split over all of them, tp and ep; otherwise each data-parallel rank has them.
     """
 
     tp_size: int = 1
     tp_rank: int = 0
     ep_size: int = 1
     ep_rank: int = 0
+    splits_dense_mlp: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.tp_rank < self.tp_size, self
@@ -36,6 +38,15 @@ class Shard:
                 f"--tensor-parallel-size is {self.tp_size}, the model has {total} {what}: choose a divisor of {total}"
             )
         return part(total, self.tp_size, self.tp_rank)
+
+    def neurons_of(self, total: int) -> range:
+        """This rank's slice of the neurons of a dense MLP. Raises StartupError as slice_of does."""
+        held = self.slice_of("MLP neurons (intermediate_size)", total)
+        if not self.splits_dense_mlp:
+            return held
+        assert len(held) % self.ep_size == 0, (self, total)  # slices.check_dense_split
+        own = part(len(held), self.ep_size, self.ep_rank)
+        return held[own.start : own.stop]
 
     def experts_of(self, num_experts: int) -> range:
         """The experts this rank holds. Raises StartupError where a rank would have none."""

@@ -9,6 +9,9 @@ from pdserve.kv.layout import can_split_heads, held_heads
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.shard import Shard
 
+# Larger numbers of data-parallel ranks may work too, and are not listed.
+MOST_NAMED = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Slices:
@@ -25,8 +28,10 @@ class Slices:
 
 
 def slices_of(config: ModelConfig, shard: Shard) -> Slices:
-    """Raises StartupError, naming the sizes that work, where the model cannot be split over shard.tp_size ranks."""
+    """Raises StartupError, naming the sizes that work, where the model cannot be split over the shard's ranks."""
     check_split(config, shard.tp_size)
+    if shard.splits_dense_mlp:
+        check_dense_split(config, shard.tp_size, shard.ep_size)
     num_rows = -(-config.vocab_size // shard.tp_size)
     first, end = (min(rank * num_rows, config.vocab_size) for rank in (shard.tp_rank, shard.tp_rank + 1))
     return Slices(
@@ -45,6 +50,23 @@ def check_split(config: ModelConfig, tp_size: int) -> None:
             f"--tensor-parallel-size is {tp_size}, the model has {config.num_heads} attention heads, "
             f"{config.num_kv_heads} KV heads and MLPs of {' and '.join(map(str, sorted(config.intermediate_sizes)))}: "
             f"choose {' or '.join(sizes)}"
+        )
+
+
+def check_dense_split(config: ModelConfig, tp_size: int, dp_size: int) -> None:
+    """Raises StartupError, naming what works, where dense MLPs cannot be split over dp_size ranks of tp_size each."""
+    if not config.has_dense_layers:
+        raise StartupError(
+            "--dense-mlp-split: every layer of the model is a mixture of experts, which are split over the "
+            "data-parallel ranks anyway: leave it out"
+        )
+    if config.intermediate_size % (tp_size * dp_size):
+        sizes = [str(size) for size in range(2, MOST_NAMED + 1) if config.intermediate_size % (tp_size * size) == 0]
+        choice = f"choose --data-parallel-size {' or '.join(sizes)}, or leave" if sizes else "leave"
+        raise StartupError(
+            f"--dense-mlp-split splits the {config.intermediate_size} neurons of a dense MLP evenly over all "
+            f"{dp_size * tp_size} processes (--data-parallel-size {dp_size}, --tensor-parallel-size {tp_size}): "
+            f"{choice} --dense-mlp-split out"
         )
 
 

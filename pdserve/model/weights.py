@@ -13,7 +13,7 @@ from torch import Tensor
 from pdserve.model.checkpoint import Checkpoint
 from pdserve.model.experts import load_experts
 from pdserve.model.linear import Linear
-from pdserve.model.mlp import DenseMlp, Mlp
+from pdserve.model.mlp import DenseMlp, Mlp, SplitMlp
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.progress import Progress, no_progress
 from pdserve.model.shard import WHOLE, Shard
@@ -92,9 +92,11 @@ def _mlp(checkpoint: Checkpoint, config: ModelConfig, index: int, shard: Shard) 
     prefix, experts = layer_prefix(index), config.experts_of(index)
     if experts is not None:
         return load_experts(checkpoint, experts, prefix, shard)
-    rows = shard.slice_of("MLP neurons (intermediate_size)", config.intermediate_size)
+    rows = shard.neurons_of(config.intermediate_size)
     gate_up = _stack(checkpoint, {f"{prefix}mlp.{name}_proj.weight": rows for name in ("gate", "up")})
-    return DenseMlp(Linear(gate_up), Linear(checkpoint.take(f"{prefix}mlp.down_proj.weight", columns=rows)))
+    down = checkpoint.take(f"{prefix}mlp.down_proj.weight", columns=rows)
+    mlp = SplitMlp if shard.splits_dense_mlp else DenseMlp
+    return mlp(Linear(gate_up), Linear(down))
 
 
 def _stack(checkpoint: Checkpoint, rows: Mapping[str, range]) -> Tensor:

@@ -44,6 +44,7 @@ def grid_of(args: ServerArgs, sockets: Path, *, is_in_step: bool) -> list[GridSp
             init_method=init_method,
             interface=interface,
             is_in_step=is_in_step,
+            splits_dense_mlp=args.dense_mlp_split,
         )
         for rank in range(args.num_ranks)
     ]

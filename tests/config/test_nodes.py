@@ -31,6 +31,13 @@ def test_ranks_are_shared_evenly_by_the_nodes() -> None:
     assert (with_halves.num_ranks, with_halves.num_local_ranks) == (8, 4)
 
 
+def test_dense_mlps_are_split_over_data_parallel_ranks_and_over_nothing_less() -> None:
+    told = "--dense-mlp-split: splits dense MLPs over data-parallel ranks, and there is one; give more, or leave it out"
+    assert faults_of(dense_mlp_split=True, tensor_parallel_size=2) == [told]
+    assert faults_of(dense_mlp_split=True, data_parallel_size=2) == []
+    assert faults_of(dense_mlp_split=True, nnodes=2, node_rank=1, dist_init_addr=ADDRESS) == []
+
+
 def test_another_node_needs_no_more_than_its_number_and_the_address() -> None:
     assert faults_of(nnodes=2, node_rank=1, dist_init_addr=ADDRESS) == []
 

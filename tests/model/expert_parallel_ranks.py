@@ -1,4 +1,4 @@
-"""Ranks that split experts as real processes over gloo, each started by test_experts.py with its rank.
+"""Ranks that split experts or dense MLPs as real processes over gloo, each started by test_experts.py with its rank.
 
 A case is a model directory over a grid of ranks, from rank 0 on; the others sit it out. All ranks with the same ep_rank
 serve the same requests, and draw the same tokens. They go round together until nobody has anything left: a rank that
@@ -34,6 +34,8 @@ class Case:
     directory: str
     tp_size: int
     ep_size: int
+    splits_dense_mlp: bool = False
+    served: tuple[int, ...] = (0, 1, 2)  # which of the requests
 
     @property
     def num_ranks(self) -> int:
@@ -60,13 +62,14 @@ def requests() -> list[TokenRequest]:
 def serve_together(case: Case, rank: int, groups: Groups, cache_dir: Path) -> dict[str, Any]:
     """What this rank's requests got, by their ids, and in how many rounds it was idle."""
     ep_rank, tp_rank = divmod(rank, case.tp_size)
-    shard = Shard(case.tp_size, tp_rank, case.ep_size, ep_rank)
+    shard = Shard(case.tp_size, tp_rank, case.ep_size, ep_rank, case.splits_dense_mlp)
     directory = Path(case.directory)
     storage = storage_of(directory, case.tp_size)
     collectives = Grid(shard, groups.tp, groups.ep)
     runner = load(directory, read_config(directory), storage, collectives=collectives, **options(cache_dir))
     server, num_idle = Server(runner, storage, CHUNK), 0
-    answers = [Answer(request, slot) for slot, request in enumerate(requests()[ep_rank :: case.ep_size])]
+    own = [requests()[number] for number in case.served[ep_rank :: case.ep_size]]
+    answers = [Answer(request, slot) for slot, request in enumerate(own)]
     while True:
         waiting = [answer for answer in answers if not answer.is_finished]
         if not _is_anyone(bool(waiting), groups.everyone):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from pdserve.errors import StartupError
+from pdserve.model.experts_config import MIXTRAL, ExpertsConfig
 from pdserve.model.model_config import DefaultRope, ModelConfig
 from pdserve.model.shard import WHOLE, Shard
-from pdserve.model.slices import check_split, slices_of
+from pdserve.model.slices import check_dense_split, check_split, slices_of
 
 SMOLLM2 = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -48,6 +50,44 @@ def test_a_size_that_cannot_be_split_is_refused_with_those_that_can(
         for word in [f"--tensor-parallel-size is {tp_size}", *words]:
             assert word in refusal.value.message
         assert refusal.value.message.endswith(words[-1])
+
+
+EVERY_LAYER_SPARSE = ExpertsConfig(MIXTRAL, 4, 2, 1536, True, frozenset(range(30)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp_size", "dp_size", "words"),
+    [
+        (
+            {"intermediate_size": 36},
+            1,
+            5,
+            ["36 neurons", "all 5 processes", "choose --data-parallel-size 2 or 3 or 4 or 6 or 9 or 12 or 18 or 36,"],
+        ),
+        ({"intermediate_size": 36}, 3, 5, ["all 15 processes", "choose --data-parallel-size 2 or 3 or 4 or 6 or 12,"]),
+        ({"intermediate_size": 3}, 3, 2, ["all 6 processes", "3): leave"]),
+        ({"experts": EVERY_LAYER_SPARSE}, 1, 2, ["every layer of the model is a mixture of experts", "leave it out"]),
+    ],
+)
+def test_dense_mlps_that_cannot_be_split_over_the_group_are_refused_with_what_works(
+    changes: dict[str, Any], tp_size: int, dp_size: int, words: list[str]
+) -> None:
+    config, shard = replace(SMOLLM2, **changes), Shard(tp_size, 0, dp_size, 0, splits_dense_mlp=True)
+    for refused in (lambda: check_dense_split(config, tp_size, dp_size), lambda: slices_of(config, shard)):
+        with pytest.raises(StartupError) as refusal:
+            refused()
+        for word in ["--dense-mlp-split", *words]:
+            assert word in refusal.value.message
+    slices_of(config, replace(shard, splits_dense_mlp=False))
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 4), (3, 2), (6, 1)])
+def test_every_neuron_of_a_split_dense_mlp_is_held_once(grid: tuple[int, int]) -> None:
+    tp_size, ep_size = grid
+    places = [(tp_rank, ep_rank) for tp_rank in range(tp_size) for ep_rank in range(ep_size)]
+    parts = [Shard(tp_size, tp_rank, ep_size, ep_rank, True).neurons_of(1536) for tp_rank, ep_rank in places]
+    assert [neuron for part in parts for neuron in part] == list(range(1536))
+    assert {len(part) for part in parts} == {1536 // len(places)}
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8, 16])

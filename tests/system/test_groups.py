@@ -119,6 +119,24 @@ def test_the_rounds_of_a_group_are_in_step_and_show_where_its_gate_opened(grid: 
     assert not any(one.is_held for one in second.values() if one.step in held)
 
 
+def test_ranks_that_split_a_dense_model_s_mlps_answer_as_transformers_does(nodes: Nodes, tiny_greedy: Greedy) -> None:
+    """Both ranks at once, and one of them while the other only takes part."""
+    node = nodes.start(Role.FUSED, data_parallel_size=2, dense_mlp_split=True)
+    prompts = [prompt_of(length) for length in LENGTHS]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda prompt: node.ask(prompt, NUM_NEW), prompts))
+    node.wait_until_quiet()
+    (before, _) = node.loads()
+    answers.append(node.ask(prompts[3], NUM_NEW, data_parallel_rank=1))
+    for prompt, answer in zip([*prompts, prompts[3]], answers, strict=True):
+        assert answer.token_ids == tiny_greedy(prompt, NUM_NEW), f"{len(prompt)} tokens"
+    node.wait_until_quiet()
+    first, second = node.loads()
+    assert first.counters["group_rounds_total"] == second.counters["group_rounds_total"]
+    num_idle = first.counters["group_idle_rounds_total"] - before.counters["group_idle_rounds_total"]
+    assert num_idle >= NUM_NEW
+
+
 # (data parallel, tensor parallel, which of the processes)
 KILLS = {
     "one of two data-parallel ranks": (2, 1, 1),
@@ -165,5 +183,8 @@ def test_a_model_that_cannot_be_split_so_is_refused_before_any_rank_starts(mixtr
         node = nodes.begin(Role.FUSED, data_parallel_size=8)
         assert node.wait_until_ended() == 2
         assert "the model has 4 experts to split over its ranks: lower it to 4 or less" in node.log
+        node = nodes.begin(Role.FUSED, data_parallel_size=2, dense_mlp_split=True)
+        assert node.wait_until_ended() == 2
+        assert "--dense-mlp-split: every layer of the model is a mixture of experts" in node.log
     finally:
         nodes.end()
