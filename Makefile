@@ -38,8 +38,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 demo: $(VENV)/.node
 	@$(BIN)/pdserve demo
 
-# A file's tests stay together, as they share nodes.
-TEST_PROCESSES ?= 2
+# A file's tests stay together, as they share nodes; they mostly wait for these, so there are more than two cores' worth.
+TEST_PROCESSES ?= 3
 test: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .

@@ -11,8 +11,8 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from pdserve.assembly.assembly import Assembly
@@ -49,9 +49,9 @@ def run(args: ServerArgs, build: Build, *, has_transport: bool) -> None:
 
 async def _serve(args: ServerArgs, build: Build, has_transport: bool) -> None:
     stop = Signals()
-    if not args.node_rank:
-        _check_port(args)
     with ExitStack() as stack:
+        if not args.node_rank:
+            stack.enter_context(_held_port(args))
         progress = stack.enter_context(show_progress())
         directory = await asyncio.to_thread(resolve, args.model, progress=progress)
         # The ranks read it too; what is wrong with a model is told before its weights are read.
@@ -188,17 +188,20 @@ class Life:
         await unless(self._stop.first, asyncio.sleep(delay_s))
 
 
-def _check_port(args: ServerArgs) -> None:
-    """Told before minutes go into loading a model; the server finds out for good later."""
+@contextmanager
+def _held_port(args: ServerArgs) -> Iterator[None]:
+    """That it is taken is told before minutes go into loading a model. Until the server listens there, the kernel gives
+    it to nobody who asks for any port, such as the group's own sockets."""
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(family) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((args.host, args.port))
+            holder.bind((args.host, args.port))
         except OSError as error:
             raise StartupError(
                 f"cannot listen on {args.address}: {error.strerror}; choose others with --host and --port"
             ) from None
+        yield
 
 
 def _show(progress: Progress, loading: Loading) -> None:

@@ -52,7 +52,11 @@ def sized(grid: tuple[int, int]) -> dict[str, Any]:
     return {"data_parallel_size": grid[0], "tensor_parallel_size": grid[1]}
 
 
-@pytest.fixture(scope="module", params=SPLITS)
+# One way by default, the other in `make soak-handoff`.
+BOTH_WAYS = [pytest.param(name, marks=[] if index == 0 else pytest.mark.soak) for index, name in enumerate(SPLITS)]
+
+
+@pytest.fixture(scope="module", params=BOTH_WAYS)
 def split(request: pytest.FixtureRequest) -> Split:
     return SPLITS[request.param]
 

@@ -112,6 +112,7 @@ def test_two_nodes_with_experts_and_a_gate_answer_as_one_and_a_killed_one_is_mis
         nodes.end()
 
 
+@pytest.mark.soak
 def test_a_headless_node_outlives_a_killed_rank_and_its_first_node(
     mixtral: Path, mixtral_greedy: Greedy, tmp_path: Path
 ) -> None:

@@ -166,6 +166,7 @@ def test_a_prefill_node_that_is_told_to_stop_finishes_the_prompts_it_has(nodes: 
     assert prefill.wait_until_ended() == 0
 
 
+@pytest.mark.soak
 def test_both_nodes_killed_and_started_at_once_work_together(nodes: Nodes, tiny_greedy: Greedy) -> None:
     prefill, decode = nodes.start_pair()
     ports = prefill.args.port, decode.args.port
