@@ -125,7 +125,7 @@ async def kill_one(grid: str, node: NodeProcess, victim: int, seed: int) -> Deat
         grid,
         victim,
         tuple(stream.ended_s - killed_s for stream in streams),
-        Counter(stream.error or "none" for stream in streams),
+        dict(Counter(stream.error or "none" for stream in streams)),
         not_serving_s - killed_s,
         again_s - killed_s,
         num_wrong,
