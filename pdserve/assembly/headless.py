@@ -16,7 +16,6 @@ from pdserve.assembly.interface import interface_of
 from pdserve.assembly.messages import FromHeadless, Hello, Looks, Orders, RankEnded, Refused, ToHeadless
 from pdserve.assembly.wire import BEAT_S, SILENCE_S, Wire, WireLost, dial
 from pdserve.config import ServerArgs, cache_dir
-from pdserve.config.peer_address import split_address
 from pdserve.engine.channel import private_directory
 from pdserve.engine.launch import RankProcess, RankSpec
 from pdserve.errors import StartupError
@@ -35,10 +34,6 @@ class Headless:
     """`run` it until it is cancelled. model: what every life of its ranks loads."""
 
     def __init__(self, args: ServerArgs, model: Revision, digests: DigestCache) -> None:
-        assert args.dist_init_addr is not None
-        address = split_address(args.dist_init_addr)
-        assert address is not None
-        self._host, self._port = address
         self._args = args
         self._model = model
         self._digests = digests
@@ -63,7 +58,7 @@ class Headless:
         told_s, backoff_s = monotonic(), FIRST_BACKOFF_S
         while True:
             try:
-                return await dial(self._host, self._port, ToHeadless, within_s=SILENCE_S)
+                return await dial(*self._args.meeting_point, ToHeadless, within_s=SILENCE_S)
             except WireLost as lost:
                 reason = str(lost)
             self._check_patience(reason)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pdserve.config import environment, flags, policy, rules, sources
 from pdserve.config.environment import cache_dir
 from pdserve.config.fields import FIELDS, DecodeFallback, LoadBalanceMethod, OnRankDeath, Role, Settings, flag_name
+from pdserve.config.peer_address import join_address, split_address
 from pdserve.config.policy import CadenceSettings, FillSettings, PrefillDelay, policy_line
 from pdserve.faults import ConfigError, Fault, shown, unless_about
 
@@ -130,7 +131,14 @@ class ServerArgs(Settings):
     @property
     def address(self) -> str:
         """host:port to listen on, as gRPC writes it (IPv6 in brackets)."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return join_address(self.host, self.port)
+
+    @property
+    def meeting_point(self) -> tuple[str, int]:
+        """Host and port of the first of several nodes, where the others come to."""
+        address = split_address(self.dist_init_addr or "")
+        assert address is not None, "rules._meeting_faults lets no other address through"
+        return address
 
     @property
     def compute_threads(self) -> int:

@@ -29,7 +29,6 @@ from pdserve.model.revision import Revision, read_revision
 from pdserve.node.grid import check_grid, goes_in_step
 from pdserve.node.restarts import MAX_DEATHS, WINDOW_S, Restarts
 from pdserve.node.site import Build, Parts, Site, Sites
-from pdserve.node.spec import meeting_point
 from pdserve.node.statistics import log_start, log_stats
 from pdserve.node.waiting import Signals, background, first_of, unless
 from pdserve.rpc.server import RpcServer
@@ -76,7 +75,7 @@ async def _assembly(args: ServerArgs, model: Revision) -> AsyncIterator[Assembly
         yield None
         return
     assembly = Assembly(args.nnodes, model.text)
-    async with assembly.listening(*meeting_point(args)):
+    async with assembly.listening(*args.meeting_point):
         yield assembly
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pdserve.assembly.interface import interface_of
 from pdserve.config import ServerArgs, cache_dir
-from pdserve.config.peer_address import split_address
+from pdserve.config.peer_address import join_address
 from pdserve.engine.launch import LOOPBACK, GridSpec, PolicySpec, RankSpec, TierSpec, TransportSpec
 from pdserve.model.revision import Revision
 
@@ -18,22 +18,14 @@ def node_of(args: ServerArgs, rank: int) -> int:
     return rank // args.num_local_ranks
 
 
-def meeting_point(args: ServerArgs) -> tuple[str, int]:
-    """Host and port of the first of several nodes, where the others come to."""
-    assert args.dist_init_addr is not None
-    address = split_address(args.dist_init_addr)
-    assert address is not None
-    return address
-
-
 def grid_of(args: ServerArgs, sockets: Path, *, is_in_step: bool) -> list[GridSpec]:
     """The places of all ranks."""
     if args.nnodes == 1:
         init_method = f"file://{sockets}/grid"
         interface: str | None = LOOPBACK
     else:
-        host, _ = meeting_point(args)
-        init_method = f"tcp://{in_url(host)}:{_free_port(host)}"
+        host, _ = args.meeting_point
+        init_method = f"tcp://{join_address(host, _free_port(host))}"
         interface = interface_of(host)
     return [
         GridSpec(
@@ -56,10 +48,6 @@ def _free_port(host: str) -> int:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def rank_spec(
@@ -104,8 +92,8 @@ def _endpoint(args: ServerArgs, sockets: Path, name: str, rank: int) -> str:
     """Where the front binds; over tcp to any port, which is known once it has."""
     if node_of(args, rank) == 0:
         return f"ipc://{sockets}/{name}"
-    host, _ = meeting_point(args)
-    return f"tcp://{in_url(host)}:*"
+    host, _ = args.meeting_point
+    return f"tcp://{join_address(host, 0)}"
 
 
 def _stepping(grid: GridSpec) -> Iterable[int]:

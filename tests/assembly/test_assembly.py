@@ -13,7 +13,7 @@ from pdserve import __version__
 from pdserve.assembly import assembly as assembling
 from pdserve.assembly import wire as wires
 from pdserve.assembly.assembly import Assembly
-from pdserve.assembly.guest import Guest
+from pdserve.assembly.guest import Guest, GuestProcess
 from pdserve.assembly.messages import (
     Alive,
     FromHeadless,
@@ -57,6 +57,17 @@ async def hear(wire: ToFirst, kind: type[ToHeadless]) -> ToHeadless:
 
 async def gathered(assembly: Assembly) -> list[Guest]:
     return await assembly.gather(LIMIT_S, lambda _: None)
+
+
+@asynccontextmanager
+async def ordered() -> AsyncIterator[tuple[GuestProcess, ToFirst]]:
+    """A headless node that was told to start one rank: that rank as the first node sees it, and the node's own end."""
+    async with listening() as (assembly, port):
+        wire = await come(port)
+        (guest,) = await gathered(assembly)
+        guest.order([spec_of(1)])
+        yield await guest.process_of(spec_of(1)), wire
+        await wire.close()
 
 
 async def test_a_group_is_gathered_when_every_node_is_here_and_is_told_what_to_start() -> None:
@@ -134,26 +145,17 @@ async def test_nodes_that_do_not_come_are_named(
 
 
 async def test_what_becomes_of_a_rank_is_told_by_its_node() -> None:
-    async with listening() as (assembly, port):
-        wire = await come(port)
-        (guest,) = await gathered(assembly)
-        guest.order([spec_of(1)])
-        process = await guest.process_of(spec_of(1))
+    async with ordered() as (process, wire):
         assert process.look() is None
         wire.send(Looks({1: ProcessLook(is_stopped=True, cpu_s=0.5), 7: ProcessLook(is_stopped=False, cpu_s=0.0)}))
         wire.send(RankEnded(1, -9))
         async with asyncio.timeout(LIMIT_S):
             assert await process.wait() == "ended with status -9"
         assert process.look() == ProcessLook(is_stopped=True, cpu_s=0.5)
-        await wire.close()
 
 
 async def test_with_a_node_its_ranks_are_gone_at_once() -> None:
-    async with listening() as (assembly, port):
-        wire = await come(port)
-        (guest,) = await gathered(assembly)
-        guest.order([spec_of(1)])
-        process = await guest.process_of(spec_of(1))
+    async with ordered() as (process, wire):
         await wire.close()
         async with asyncio.timeout(LIMIT_S):
             assert await process.wait() == "is on node 1 at 127.0.0.1, which is gone"
@@ -162,27 +164,17 @@ async def test_with_a_node_its_ranks_are_gone_at_once() -> None:
 async def test_a_node_that_says_nothing_for_too_long_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a link that was cut: no end of the connection comes through."""
     monkeypatch.setattr(Wire.receive, "__defaults__", (0.2,))
-    async with listening() as (assembly, port):
-        wire = await come(port)
-        (guest,) = await gathered(assembly)
-        guest.order([spec_of(1)])
-        process = await guest.process_of(spec_of(1))
+    async with ordered() as (process, _):
         async with asyncio.timeout(LIMIT_S):
             assert "which is gone" in await process.wait()
-        await wire.close()
 
 
 async def test_ending_a_rank_that_does_not_leave_ends_its_node_s_life() -> None:
-    async with listening() as (assembly, port):
-        wire = await come(port)
-        (guest,) = await gathered(assembly)
-        guest.order([spec_of(1)])
-        process = await guest.process_of(spec_of(1))
+    async with ordered() as (process, wire):
         async with asyncio.timeout(LIMIT_S):
             await process.end(0.0)
         with pytest.raises(WireLost):
             await hear(wire, Refused)
-        await wire.close()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from pdserve.engine import launch, member
 from pdserve.engine.channel import FrontChannel, RankChannel
 from pdserve.engine.front import Rank
-from pdserve.engine.launch import RankProcess, RankSpec, TransportSpec, read_spec
+from pdserve.engine.launch import RankProcess, TransportSpec, read_spec
 from pdserve.engine.local_tokens import LocalTokens
 from pdserve.engine.member import Member
 from pdserve.engine.messages import (
@@ -42,6 +42,7 @@ from pdserve.engine.process_look import ProcessLook
 from pdserve.engine.ranks import Ranks
 from pdserve.errors import InternalError, InvalidRequest, NotReady, QueueFull, RequestIdInUse, StartupError
 from pdserve.request import FUSED, FinishReason, LeaseId, RankLoad, RequestId, SamplingParams, TokenDelta, TokenRequest
+from tests.engine.specs import SMALL
 from tests.roles.inside import fingerprint
 from tests.roles.journal import LIMIT_S
 
@@ -363,27 +364,7 @@ async def test_a_lost_rank_is_asked_nothing(by_hand: ByHand) -> None:
 # ---------------------------------------------------------------- processes
 
 
-SPEC = RankSpec(
-    model_directory="/nowhere",
-    model_revision="r0",
-    cache_directory="/nowhere",
-    endpoint="ipc:///nowhere",
-    source="test",
-    num_threads=1,
-    block_size=64,
-    num_kv_blocks=None,
-    kv_memory_fraction=0.5,
-    max_num_seqs=4,
-    chunked_prefill_size=128,
-    max_model_len=None,
-    enable_mixed_batch=False,
-    prefix_caching=True,
-    max_outstanding_transfers=None,
-    log_level="info",
-    log_format="text",
-    startup_timeout_s=60.0,
-    transport=TransportSpec("name", "ipc:///nowhere", 30.0, 120.0),
-)
+SPEC = msgspec.structs.replace(SMALL, transport=TransportSpec("name", "ipc:///nowhere", 30.0, 120.0))
 
 Script = Callable[[str], None]
 

@@ -23,6 +23,7 @@ from pdserve.kv.storage import KVStorage
 from pdserve.model.fake import FakeRunner
 from pdserve.transfer.loopback import LoopbackNetwork, LoopbackTransport
 from tests.engine.other_end import OtherEnd, other_end
+from tests.engine.specs import SMALL
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -89,25 +90,12 @@ def front(sockets: Path) -> Iterator[OtherEnd]:
 
 
 def spec(directory: Path, sockets: Path, **changes: object) -> RankSpec:
-    whole = RankSpec(
+    whole = msgspec.structs.replace(
+        SMALL,
         model_directory=str(directory),
         model_revision="r7",
         cache_directory=str(directory),
         endpoint=f"ipc://{sockets}/loop",
-        source="test",
-        num_threads=1,
-        block_size=64,
-        num_kv_blocks=16,
-        kv_memory_fraction=0.5,
-        max_num_seqs=4,
-        chunked_prefill_size=128,
-        max_model_len=None,
-        enable_mixed_batch=False,
-        prefix_caching=True,
-        max_outstanding_transfers=None,
-        log_level="info",
-        log_format="text",
-        startup_timeout_s=60.0,
         transport=TransportSpec("me", f"ipc://{sockets}/transport", 30.0, 120.0),
     )
     return msgspec.structs.replace(whole, **changes)
