@@ -19,11 +19,12 @@ from pdserve.commands.parsing import add_json, command_parser
 from pdserve.commands.tables import write_json
 from pdserve.commands.up import threads_each
 from pdserve.config import Role, ServerArgs
+from pdserve.config.ports import free_port
 from pdserve.demo_prompts import PROMPTS, Prompt
 from pdserve.errors import PdserveError
 from pdserve.model import hub
 from pdserve.model.progress import show_progress
-from pdserve.node_process import NodeProcess, free_port, interrupted_by_sigterm, wait_until_ready
+from pdserve.node_process import NodeProcess, interrupted_by_sigterm, wait_until_ready
 
 # Room for the longest prompt several times over; small enough for a laptop.
 NUM_KV_BLOCKS = 192

@@ -14,7 +14,7 @@ from pdserve.bench.policy_runs import Model
 from pdserve.bench.streams import running
 from pdserve.client import Client
 from pdserve.config import Role, ServerArgs
-from pdserve.node_process import free_port
+from pdserve.config.ports import free_port
 from pdserve.request import RankLoad
 
 # Unique prompts of short lengths, asked before anything counts: kernels, allocator and connections are warm then.

@@ -29,7 +29,8 @@ from pdserve.bench.streams import running
 from pdserve.bench.tiny_model import NUM_BYTES, QUICK, make_model
 from pdserve.commands.tables import write_json
 from pdserve.config import ServerArgs
-from pdserve.node_process import NodeProcess, free_port, interrupted_by_sigterm
+from pdserve.config.ports import free_port
+from pdserve.node_process import NodeProcess, interrupted_by_sigterm
 
 SIZES = (1, 2, 4)
 NUM_PROMPT_TOKENS = 64

@@ -17,11 +17,12 @@ from pdserve.bench.streams import running
 from pdserve.bench.workload import Ask
 from pdserve.client import Client
 from pdserve.config import ServerArgs
+from pdserve.config.ports import free_port
 from pdserve.demo_prompts import diary
 from pdserve.engine.tokenizer import HfTokenizer
 from pdserve.errors import InternalError
 from pdserve.model.model_config import read_config
-from pdserve.node_process import NodeProcess, free_port
+from pdserve.node_process import NodeProcess
 from pdserve.request import RankLoad
 
 PATIENCE_S = 120.0

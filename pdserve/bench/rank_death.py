@@ -33,8 +33,9 @@ from pdserve.bench.tiny_model import NUM_BYTES, QUICK, make_model
 from pdserve.client import AsyncClient
 from pdserve.commands.tables import write_json
 from pdserve.config import ServerArgs
+from pdserve.config.ports import free_port
 from pdserve.errors import PdserveError
-from pdserve.node_process import NodeProcess, free_port, interrupted_by_sigterm
+from pdserve.node_process import NodeProcess, interrupted_by_sigterm
 from pdserve.request import RankLoad
 
 STREAMS_A_RANK = 2

@@ -40,12 +40,13 @@ from pdserve.bench.workload import Ask, make_asks
 from pdserve.client import Client
 from pdserve.commands.tables import write_json
 from pdserve.config import Role, ServerArgs
+from pdserve.config.ports import free_port
 from pdserve.demo_prompts import diary
 from pdserve.errors import PdserveError
 from pdserve.model import hub
 from pdserve.model.model_config import read_config
 from pdserve.model.progress import Progress, show_progress
-from pdserve.node_process import NodeProcess, free_port, interrupted_by_sigterm, wait_until_ready
+from pdserve.node_process import NodeProcess, interrupted_by_sigterm, wait_until_ready
 from pdserve.request import RankLoad
 
 NUM_KV_BLOCKS = 192

@@ -15,9 +15,10 @@ from pdserve.config import ConfigError, Fault, Role, ServerArgs, flags, parse_fl
 from pdserve.config.environment import num_cores
 from pdserve.config.fields import FIELDS, Settings, flag_name
 from pdserve.config.policy_rules import FILL_FIELDS, GATE_FIELDS
+from pdserve.config.ports import free_port
 from pdserve.config.sources import read_layers
 from pdserve.faults import unless_about
-from pdserve.node_process import NodeProcess, free_port, interrupted_by_sigterm, wait_until_ready
+from pdserve.node_process import NodeProcess, interrupted_by_sigterm, wait_until_ready
 from pdserve.startup import INTERRUPTED
 
 POLL_S = 0.2

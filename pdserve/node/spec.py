@@ -9,6 +9,7 @@ from pathlib import Path
 from pdserve.assembly.interface import interface_of
 from pdserve.config import ServerArgs, cache_dir
 from pdserve.config.peer_address import join_address
+from pdserve.config.ports import free_port
 from pdserve.engine.launch import LOOPBACK, GridSpec, PolicySpec, RankSpec, TierSpec, TransportSpec
 from pdserve.model.revision import Revision
 
@@ -25,7 +26,7 @@ def grid_of(args: ServerArgs, sockets: Path, *, is_in_step: bool) -> list[GridSp
         interface: str | None = LOOPBACK
     else:
         host, _ = args.meeting_point
-        init_method = f"tcp://{join_address(host, _free_port(host))}"
+        init_method = f"tcp://{join_address(host, free_port(host))}"
         interface = interface_of(host)
     return [
         GridSpec(
@@ -40,14 +41,6 @@ def grid_of(args: ServerArgs, sockets: Path, *, is_in_step: bool) -> list[GridSp
         )
         for rank in range(args.num_ranks)
     ]
-
-
-def _free_port(host: str) -> int:
-    """For the store of torch.distributed, which the first rank opens; nothing else takes it within seconds."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def rank_spec(

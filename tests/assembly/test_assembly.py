@@ -25,9 +25,9 @@ from pdserve.assembly.messages import (
     ToHeadless,
 )
 from pdserve.assembly.wire import Wire, WireLost, dial
+from pdserve.config.ports import free_port
 from pdserve.engine.process_look import ProcessLook
 from pdserve.errors import StartupError
-from pdserve.node_process import free_port
 from tests.engine.specs import spec_of
 
 HOST = "127.0.0.1"

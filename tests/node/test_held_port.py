@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from pdserve.config import ServerArgs
+from pdserve.config.ports import free_port
 from pdserve.errors import StartupError
 from pdserve.node.serve import _held_port
-from pdserve.node_process import free_port
 
 
 def bind(port: int, *, reuses: bool) -> None:

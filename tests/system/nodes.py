@@ -13,7 +13,8 @@ from typing import Any
 from pdserve.bench.processes import children, is_running
 from pdserve.client import Answer, Client
 from pdserve.config import Role, ServerArgs
-from pdserve.node_process import NodeProcess, free_port
+from pdserve.config.ports import free_port
+from pdserve.node_process import NodeProcess
 from pdserve.request import RankLoad
 
 BLOCK_SIZE = 16

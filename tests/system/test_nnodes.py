@@ -15,8 +15,8 @@ import pytest
 
 from pdserve.bench.processes import children
 from pdserve.config import Role
+from pdserve.config.ports import free_port
 from pdserve.errors import NotReady
-from pdserve.node_process import free_port
 from tests.system.conftest import NUM_BYTES, Greedy
 from tests.system.nodes import (
     BLOCK_SIZE,

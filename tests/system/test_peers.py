@@ -10,16 +10,17 @@ import pytest
 
 from pdserve.client import Answer
 from pdserve.config import Role
+from pdserve.config.ports import free_port
 from pdserve.errors import PeerMismatch
-from pdserve.node_process import free_port
 from tests.system.conftest import NUM_BYTES, TRANSPORTS, Greedy, Pair
 from tests.system.nodes import BLOCK_SIZE, CHUNK, Node, Nodes, wait_for, wait_until_connected
 
 pytestmark = pytest.mark.system
 
 NUM_NEW = 6
-# Many chunks: time enough to look and to kill.
+# Many small chunks: time enough to look and to kill.
 LONG = 60 * CHUNK
+SLOW: dict[str, Any] = {"chunked_prefill_size": BLOCK_SIZE}
 
 # Kills race with reads over tcp; the other half is for `make soak-handoff`, as in the failure matrix.
 over_both = pytest.mark.parametrize(
@@ -50,15 +51,14 @@ class Asking(threading.Thread):
         return self.answer
 
 
-def wait_until_computing(prefill: Node) -> None:
-    """Some of a prompt is computed there; most of it is not."""
-    with prefill.client() as client:
+def num_computed(prefill: Node) -> int:
+    """Prompt tokens, so far."""
+    return prefill.load().counters["prompt_tokens_computed"]
 
-        def num_computed() -> int:
-            return client.loads()[0].counters["prompt_tokens_computed"]
 
-        before = num_computed()
-        wait_for(lambda: num_computed() > before, lambda: prefill.log, poll_s=0.0)
+def wait_until_computing(prefill: Node, before: int) -> None:
+    """Some of a prompt is computed there, most of it is not. before: what was computed when nobody had asked."""
+    wait_for(lambda: num_computed(prefill) > before, lambda: prefill.log, poll_s=0.0)
 
 
 def test_without_a_reachable_peer_a_decode_node_prefills_and_says_so(nodes: Nodes, tiny_greedy: Greedy) -> None:
@@ -88,10 +88,10 @@ def test_a_peer_that_does_not_match_is_refused_with_the_field_and_both_values(
 def test_a_prefill_node_killed_in_the_middle_costs_no_answer_and_is_used_again_when_it_is_back(
     nodes: Nodes, tiny_greedy: Greedy, ucx_tls: str | None
 ) -> None:
-    prefill, decode = nodes.start_pair(ucx_tls=ucx_tls)
-    prompt = prompt_of(LONG, seed=1)
+    prefill, decode = nodes.start_pair(ucx_tls=ucx_tls, **SLOW)
+    prompt, before = prompt_of(LONG, seed=1), num_computed(prefill)
     asking = Asking(decode, prompt)
-    wait_until_computing(prefill)
+    wait_until_computing(prefill, before)
     prefill.kill()
     answer = asking.result()
     assert answer.token_ids == tiny_greedy(prompt, NUM_NEW)
@@ -116,8 +116,9 @@ def test_a_decode_node_killed_in_the_middle_leaves_nothing_held_and_the_next_one
     with decode.client() as client:
         decoding = client.stream(token_ids=prompt_of(CHUNK, seed=3), max_new_tokens=4000, ignore_eos=True)
         next(decoding)
+        before = num_computed(prefill)
         arriving = client.stream(token_ids=prompt_of(LONG, seed=4), max_new_tokens=NUM_NEW)
-        wait_until_computing(prefill)
+        wait_until_computing(prefill, before)
         decode.kill()
         arriving.close()
     prefill.wait_until_quiet()

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from random import Random
 
 import pytest
 
@@ -16,16 +15,12 @@ from pdserve.config import Role
 from pdserve.errors import NotReady
 from pdserve.node.restarts import MAX_DEATHS
 from pdserve.request import FinishReason
-from tests.system.conftest import NUM_BYTES, Greedy
+from tests.system.conftest import Greedy
 from tests.system.nodes import CHUNK, Node, Nodes, wait_for, wait_until_connected, wait_until_gone
 from tests.system.test_life import long_answer
-from tests.system.test_peers import LONG, NUM_NEW, Asking, wait_until_computing
+from tests.system.test_peers import LONG, NUM_NEW, SLOW, Asking, num_computed, prompt_of, wait_until_computing
 
 pytestmark = pytest.mark.system
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    return [Random(f"ranks {seed} {length}").randrange(NUM_BYTES) for _ in range(length)]
 
 
 def kill_rank(node: Node) -> None:
@@ -105,10 +100,10 @@ def test_a_node_whose_ranks_die_again_and_again_ends_and_says_why(nodes: Nodes) 
 def test_prompts_of_a_prefill_nodes_dead_rank_are_computed_elsewhere_and_its_next_rank_is_used(
     nodes: Nodes, tiny_greedy: Greedy
 ) -> None:
-    prefill, decode = nodes.start_pair()
-    prompt = prompt_of(LONG, seed=1)
+    prefill, decode = nodes.start_pair(**SLOW)
+    prompt, before = prompt_of(LONG, seed=1), num_computed(prefill)
     asking = Asking(decode, prompt)
-    wait_until_computing(prefill)
+    wait_until_computing(prefill, before)
     kill_rank(prefill)
     answer = asking.result()
     assert answer.token_ids == tiny_greedy(prompt, NUM_NEW)
@@ -151,10 +146,10 @@ def test_a_decode_nodes_new_rank_finds_its_peers_again_and_the_dead_one_left_not
 
 
 def test_a_prefill_node_that_is_told_to_stop_finishes_the_prompts_it_has(nodes: Nodes, tiny_greedy: Greedy) -> None:
-    prefill, decode = nodes.start_pair()
-    prompt = prompt_of(LONG, seed=5)
+    prefill, decode = nodes.start_pair(**SLOW)
+    prompt, before = prompt_of(LONG, seed=5), num_computed(prefill)
     asking = Asking(decode, prompt)
-    wait_until_computing(prefill)
+    wait_until_computing(prefill, before)
     prefill.process.ask_to_stop()
     wait_for(lambda: "draining, requests left: 1" in prefill.log, lambda: prefill.log)
     short = prompt_of(CHUNK, seed=6)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.config import MODULES, Role
-from pdserve.node_process import free_port
+from pdserve.config.ports import free_port
 
 pytestmark = pytest.mark.system
 

@@ -16,7 +16,8 @@ from pdserve.bench.handoff_witness import Phase, Witness
 from pdserve.bench.processes import children, is_running, num_open_files, resident_bytes
 from pdserve.client import AsyncClient
 from pdserve.config import Role, ServerArgs
-from pdserve.node_process import NodeProcess, free_port
+from pdserve.config.ports import free_port
+from pdserve.node_process import NodeProcess
 
 START_S = 300.0
 LOOK_S = 0.2

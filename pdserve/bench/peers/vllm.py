@@ -24,9 +24,9 @@ from typing import IO, Any
 from pdserve.bench.listening import Call, Heard
 from pdserve.bench.processes import with_descendants
 from pdserve.config.environment import without_settings
+from pdserve.config.ports import free_port
 from pdserve.errors import StartupError
 from pdserve.model.progress import Progress
-from pdserve.node_process import free_port
 
 START_S, LOOK_S = 300.0, 0.5
 ANSWER_S = 900.0

@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.bench.listening import Call
 from pdserve.bench.peers.vllm import VllmFailed, VllmNode, VllmPair
-from pdserve.node_process import free_port
+from pdserve.config.ports import free_port
 
 TRANSFER = {"remote_engine_id": "p", "remote_block_ids": [3, 4]}
 
