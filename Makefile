@@ -30,7 +30,7 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
 
 .PHONY: demo test soak soak-handoff mutants fmt clean streams chaos calibrate
 .PHONY: bench-handoff bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity bench-simulator bench-peers bench-linears bench-groups bench-group-cost bench-rank-death

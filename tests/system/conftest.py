@@ -167,6 +167,9 @@ TRANSPORTS = {"default": None, "tcp": "tcp,self"}
 # Copies between processes are over within a call, which hides every race: the failure matrix counts over tcp, and its
 # other half is for `make soak-handoff`.
 MATRIX_TRANSPORTS = ("tcp", pytest.param("default", marks=pytest.mark.soak))
+over_both = pytest.mark.parametrize(
+    "ucx_tls", [pytest.param(TRANSPORTS["tcp"], id="tcp"), pytest.param(None, id="default", marks=pytest.mark.soak)]
+)
 
 
 @pytest.fixture(scope="session")

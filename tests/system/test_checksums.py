@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 
-from tests.system.conftest import NUM_BYTES, TRANSPORTS, Greedy
+from tests.system.conftest import NUM_BYTES, Greedy, over_both
 from tests.system.nodes import BLOCK_SIZE, CHUNK, Nodes
 
 pytestmark = pytest.mark.system
 
 
-@pytest.mark.parametrize("ucx_tls", TRANSPORTS.values(), ids=TRANSPORTS)
+@over_both
 def test_with_checksums_every_block_arrives_as_it_was_announced(
     nodes: Nodes, tiny_greedy: Greedy, ucx_tls: str | None
 ) -> None:

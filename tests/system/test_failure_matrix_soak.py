@@ -13,14 +13,13 @@ import pytest
 
 from pdserve.bench.tiny_model import SLOW, make_model
 from pdserve.config import Role
-from tests.system.conftest import TRANSPORTS
+from tests.system.conftest import over_both
 from tests.system.control import Asking, Control
 from tests.system.matrix import new_prompt, watched_pair
 from tests.system.nodes import Node, Nodes, wait_until_connected, wait_until_serving
 
 pytestmark = [pytest.mark.system, pytest.mark.soak, pytest.mark.timeout(3600)]
 
-over_both = pytest.mark.parametrize("ucx_tls", TRANSPORTS.values(), ids=TRANSPORTS)
 
 NUM_KILLS = 20
 SLOW_CHUNK = 512

@@ -12,7 +12,7 @@ from pdserve.client import Answer
 from pdserve.config import Role
 from pdserve.config.ports import free_port
 from pdserve.errors import PeerMismatch
-from tests.system.conftest import NUM_BYTES, TRANSPORTS, Greedy, Pair
+from tests.system.conftest import NUM_BYTES, Greedy, Pair, over_both
 from tests.system.nodes import BLOCK_SIZE, CHUNK, Node, Nodes, wait_for, wait_until_connected
 
 pytestmark = pytest.mark.system
@@ -21,11 +21,6 @@ NUM_NEW = 6
 # Many small chunks: time enough to look and to kill.
 LONG = 60 * CHUNK
 SLOW: dict[str, Any] = {"chunked_prefill_size": BLOCK_SIZE}
-
-# Kills race with reads over tcp; the other half is for `make soak-handoff`, as in the failure matrix.
-over_both = pytest.mark.parametrize(
-    "ucx_tls", [pytest.param(TRANSPORTS["tcp"], id="tcp"), pytest.param(None, id="default", marks=pytest.mark.soak)]
-)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -106,13 +101,11 @@ def test_a_prefill_node_killed_in_the_middle_costs_no_answer_and_is_used_again_w
     decode.wait_until_quiet()
 
 
+@over_both
 def test_a_decode_node_killed_in_the_middle_leaves_nothing_held_and_the_next_one_works(
-    nodes: Nodes, pair: Pair, tiny_greedy: Greedy
+    nodes: Nodes, tiny_greedy: Greedy, ucx_tls: str | None
 ) -> None:
-    prefill, _ = pair
-    settings: dict[str, Any] = {"prefill_peers": (prefill.address,), "ucx_tls": prefill.ucx_tls}
-    decode = nodes.start(Role.DECODE, **settings)
-    wait_until_connected(decode)
+    prefill, decode = nodes.start_pair(ucx_tls=ucx_tls, **SLOW)
     with decode.client() as client:
         decoding = client.stream(token_ids=prompt_of(CHUNK, seed=3), max_new_tokens=4000, ignore_eos=True)
         next(decoding)
@@ -124,7 +117,7 @@ def test_a_decode_node_killed_in_the_middle_leaves_nothing_held_and_the_next_one
     prefill.wait_until_quiet()
     assert prefill.process.is_serving()
 
-    successor = nodes.start(Role.DECODE, **settings)
+    successor = nodes.start(Role.DECODE, prefill_peers=(prefill.address,), ucx_tls=ucx_tls)
     wait_until_connected(successor)
     prompt = prompt_of(3 * CHUNK, seed=5)
     assert successor.ask(prompt, NUM_NEW).token_ids == tiny_greedy(prompt, NUM_NEW)

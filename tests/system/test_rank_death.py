@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from pdserve.config import Role
 from pdserve.errors import NotReady
 from pdserve.node.restarts import MAX_DEATHS
 from pdserve.request import FinishReason
-from tests.system.conftest import Greedy
+from tests.system.conftest import Greedy, Pair
 from tests.system.nodes import CHUNK, Node, Nodes, wait_for, wait_until_connected, wait_until_gone
 from tests.system.test_life import long_answer
 from tests.system.test_peers import LONG, NUM_NEW, SLOW, Asking, num_computed, prompt_of, wait_until_computing
@@ -37,6 +38,16 @@ def incarnation(node: Node) -> str:
 def wait_until_serving_again(node: Node) -> None:
     wait_for(lambda: "serving again with a new rank" in node.log, lambda: node.log)
     wait_for(node.process.is_serving, lambda: node.log)
+
+
+@pytest.fixture(scope="module")
+def lasting_pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Its ranks may die: each test leaves it as it was."""
+    nodes = Nodes(str(tiny_model), tmp_path_factory.mktemp("lasting"))
+    try:
+        yield nodes.start_pair(**SLOW)
+    finally:
+        nodes.end()
 
 
 def test_a_fused_node_goes_on_with_a_new_rank_and_its_health_tells_of_the_time_between(nodes: Nodes) -> None:
@@ -98,9 +109,9 @@ def test_a_node_whose_ranks_die_again_and_again_ends_and_says_why(nodes: Nodes) 
 
 
 def test_prompts_of_a_prefill_nodes_dead_rank_are_computed_elsewhere_and_its_next_rank_is_used(
-    nodes: Nodes, tiny_greedy: Greedy
+    lasting_pair: Pair, tiny_greedy: Greedy
 ) -> None:
-    prefill, decode = nodes.start_pair(**SLOW)
+    prefill, decode = lasting_pair
     prompt, before = prompt_of(LONG, seed=1), num_computed(prefill)
     asking = Asking(decode, prompt)
     wait_until_computing(prefill, before)
@@ -123,9 +134,9 @@ def test_prompts_of_a_prefill_nodes_dead_rank_are_computed_elsewhere_and_its_nex
 
 
 def test_a_decode_nodes_new_rank_finds_its_peers_again_and_the_dead_one_left_nothing_there(
-    nodes: Nodes, tiny_greedy: Greedy
+    lasting_pair: Pair, tiny_greedy: Greedy
 ) -> None:
-    prefill, decode = nodes.start_pair()
+    prefill, decode = lasting_pair
     with decode.client() as client:
         decoding = client.stream(token_ids=prompt_of(CHUNK, seed=3), max_new_tokens=4000, ignore_eos=True)
         next(decoding)

@@ -38,7 +38,7 @@ class Ranks:
             process.communicate()
 
 
-@pytest.fixture(params=["", "tcp,self"], ids=["default", "tcp"])
+@pytest.fixture(params=[pytest.param("", id="default", marks=pytest.mark.soak), pytest.param("tcp,self", id="tcp")])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     ranks = Ranks(request.param)
     yield ranks
