@@ -107,6 +107,7 @@ class Headless:
 
     def _own(self, spec: RankSpec, model: Revision, sockets: Path, host: str) -> RankSpec:
         """What the first node ordered, with what is this machine's."""
+        meeting = msgspec.structs.replace(spec.grid.meeting, directory=str(sockets), interface=interface_of(host))
         return msgspec.structs.replace(
             spec,
             model_directory=str(model.directory),
@@ -114,7 +115,7 @@ class Headless:
             cache_directory=str(cache_dir()),
             num_threads=self._args.threads_of_one_in(spec.grid.num_local_ranks),
             step_endpoints=tuple(f"ipc://{sockets}/{Path(endpoint).name}" for endpoint in spec.step_endpoints),
-            grid=msgspec.structs.replace(spec.grid, interface=interface_of(host)),
+            grid=msgspec.structs.replace(spec.grid, meeting=meeting),
         )
 
     async def _follow(self, wire: ToFirst, ranks: dict[int, RankProcess]) -> None:

@@ -185,7 +185,6 @@ def _group(plot: Plot) -> Group:
     """Ranks that share nothing but a node go round each for itself."""
     if not plot.spec.grid.is_in_step:
         return Lone()
-    assert plot.joined.gather is not None, plot.spec.grid
     return InStep(plot.spec.grid.dp_rank, plot.joined.gather, lambda: plot.front.send(AskForWake()))
 
 

@@ -1,10 +1,11 @@
-"""A rank process finds the others of its group, through torch.distributed."""
+"""A rank process finds the others of its group: in a directory of its machine, else through torch.distributed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from pdserve.engine.group import NUM_INTEGERS, Gather
 from pdserve.engine.launch import GridSpec
 from pdserve.errors import StartupError
 from pdserve.model.collectives import Alone, Collectives, Grid
+from pdserve.model.local_group import meet
+from pdserve.model.rank_group import DistributedGroup, RankGroup
 from pdserve.model.shard import Shard
 
 # The front ends a group that has lost a rank or stands still long before this: it is for a front that is gone too.
@@ -21,34 +24,40 @@ LOST_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """collectives: of the model. gather: of the rounds, where there is more than one data-parallel rank."""
+    """collectives: of the model. tp, ep: this rank's row and column of the grid, None where it is alone there."""
 
     collectives: Collectives
-    gather: Gather | None
+    tp: RankGroup | None
+    ep: RankGroup | None
 
     def least(self, number: int) -> int:
         """The smallest `number` of all ranks; each of them asks."""
-        if not dist.is_initialized():
-            return number
-        found = torch.tensor([number])
-        dist.all_reduce(found, dist.ReduceOp.MIN)
-        return int(found)
+        for group in filter(None, (self.tp, self.ep)):
+            number = min(int(one) for one in group.gather(torch.tensor([number])))
+        return number
+
+    @property
+    def gather(self) -> Gather:
+        """Of the rounds."""
+        group = self.ep
+        assert group is not None
+        mine = torch.zeros(NUM_INTEGERS, dtype=torch.int64)  # made once, as a round pays for each allocation
+        mine_ints = mine.numpy()
+
+        def gather(integers: Sequence[int]) -> Sequence[Sequence[int]]:
+            mine_ints[:] = integers
+            return [one.tolist() for one in group.gather(mine)]
+
+        return gather
 
 
 def join(spec: GridSpec, *, timeout_s: float) -> Joined:
     """Blocks until every rank of the grid is here. Raises StartupError after timeout_s."""
     if spec.num_ranks == 1:
-        return Joined(Alone(), None)
+        return Joined(Alone(), None, None)
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=spec.init_method,
-            rank=spec.rank,
-            world_size=spec.num_ranks,
-            timeout=timedelta(seconds=timeout_s),
-        )
-        tp, ep = _groups_of(spec)
-    except (RuntimeError, ValueError) as error:
+        tp, ep = _row(spec, timeout_s), _column(spec, timeout_s)
+    except (RuntimeError, ValueError, OSError) as error:
         raise StartupError(
             f"rank {spec.rank} of {spec.num_ranks} did not find the others within {timeout_s:.0f} s: {error}; look at "
             "their logs, or raise --startup-timeout-s"
@@ -60,31 +69,37 @@ def join(spec: GridSpec, *, timeout_s: float) -> Joined:
         ep_rank=spec.dp_rank,
         splits_dense_mlp=spec.splits_dense_mlp,
     )
-    return Joined(Grid(shard, tp, ep), _gather(ep, spec.data_parallel_size) if ep is not None else None)
+    return Joined(Grid(shard, tp, ep), tp, ep)
 
 
-def _groups_of(spec: GridSpec) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """This rank's row and column of the grid. Every rank makes every group, in the same order."""
-    tp_size, lost = spec.tensor_parallel_size, timedelta(seconds=LOST_S)
-    ranks = range(spec.num_ranks)
-    rows = [ranks[first : first + tp_size] for first in ranks[::tp_size]]
-    columns = [ranks[first::tp_size] for first in range(tp_size)]
-    tp = [dist.new_group(list(row), timeout=lost) if tp_size > 1 else None for row in rows]
-    ep = [dist.new_group(list(column), timeout=lost) if len(rows) > 1 else None for column in columns]
-    return tp[spec.dp_rank], ep[spec.tp_rank]
+def _row(spec: GridSpec, timeout_s: float) -> RankGroup | None:
+    """Of one data-parallel rank, whose processes are on one machine, as they follow its leader."""
+    if spec.tensor_parallel_size == 1:
+        return None
+    return _meet(spec, f"row{spec.dp_rank}", spec.tp_rank, spec.tensor_parallel_size, timeout_s)
 
 
-def _gather(group: dist.ProcessGroup, num_ranks: int) -> Gather:
-    """Over memory that is made once, as a round pays for each allocation."""
-    mine = torch.zeros(NUM_INTEGERS, dtype=torch.int64)
-    all_ranks = torch.zeros(num_ranks * NUM_INTEGERS, dtype=torch.int64)
-    lines = all_ranks.view(num_ranks, NUM_INTEGERS)
-    mine_ints = mine.numpy()
+def _column(spec: GridSpec, timeout_s: float) -> RankGroup | None:
+    if spec.data_parallel_size == 1:
+        return None
+    if spec.meeting.init_method is not None:
+        return _column_of_machines(spec, spec.meeting.init_method, timeout_s)
+    return _meet(spec, f"column{spec.tp_rank}", spec.dp_rank, spec.data_parallel_size, timeout_s)
 
-    def gather(integers: Sequence[int]) -> Sequence[Sequence[int]]:
-        mine_ints[:] = integers
-        dist.all_gather_single(all_ranks, mine, group=group)
-        said: list[list[int]] = lines.tolist()
-        return said
 
-    return gather
+def _meet(spec: GridSpec, name: str, rank: int, size: int, timeout_s: float) -> RankGroup:
+    return meet(Path(spec.meeting.directory), name, rank, size, timeout_s=timeout_s, silence_s=LOST_S)
+
+
+def _column_of_machines(spec: GridSpec, init_method: str, timeout_s: float) -> RankGroup:
+    """Every rank makes every group, in the same order."""
+    dist.init_process_group(
+        "gloo",
+        init_method=init_method,
+        rank=spec.rank,
+        world_size=spec.num_ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    columns = [range(spec.num_ranks)[first :: spec.tensor_parallel_size] for first in range(spec.tensor_parallel_size)]
+    groups = [dist.new_group(list(column), timeout=timedelta(seconds=LOST_S)) for column in columns]
+    return DistributedGroup(groups[spec.tp_rank])

@@ -13,9 +13,6 @@ from pdserve.config.environment import without_settings
 from pdserve.engine.process_look import ProcessLook, look_at
 from pdserve.errors import StartupError
 
-# Where all ranks of a group are on one machine, nobody else is to reach what they tell each other.
-LOOPBACK = "lo"
-
 
 class TransportSpec(msgspec.Struct, frozen=True):
     """name: unique among all agents that ever meet, as a restarted one must not be taken for its predecessor.
@@ -51,20 +48,30 @@ class TierSpec(msgspec.Struct, frozen=True):
     directory_bytes: int = 0
 
 
+class MeetingSpec(msgspec.Struct, frozen=True):
+    """Where ranks find each other. directory: of those on this machine, theirs alone.
+
+    init_method: how torch.distributed brings those on several machines together; None = there are none. interface: by
+    which they talk then; None = where the machine's name leads.
+    """
+
+    directory: str = ""
+    init_method: str | None = None
+    interface: str | None = None
+
+
 class GridSpec(msgspec.Struct, frozen=True):
     """This rank's place among those that serve one model: dp_rank * tensor_parallel_size + tp_rank.
 
-    num_local_ranks: on its machine. init_method: where torch.distributed lets them find each other. interface: by which
-    they talk; None = where the machine's name leads. is_in_step: all go through their rounds together.
-    splits_dense_mlp: dense MLPs are split over all ranks.
+    num_local_ranks: on its machine. is_in_step: all go through their rounds together. splits_dense_mlp: dense MLPs are
+    split over all ranks.
     """
 
     data_parallel_size: int = 1
     tensor_parallel_size: int = 1
     rank: int = 0
     num_local_ranks: int = 1
-    init_method: str = ""
-    interface: str | None = LOOPBACK
+    meeting: MeetingSpec = MeetingSpec()
     is_in_step: bool = False
     splits_dense_mlp: bool = False
 
@@ -143,7 +150,8 @@ class RankProcess:
         # Threads that wait asleep: where another process has a core, one that spins keeps its partner from finishing.
         waiting = {"OMP_WAIT_POLICY": "passive"}
         # gloo listens where the machine's name leads, unless it is told an interface.
-        reachable = {"GLOO_SOCKET_IFNAME": spec.grid.interface} if spec.grid.interface is not None else {}
+        interface = spec.grid.meeting.interface
+        reachable = {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
         environment = {**waiting, **reachable, **without_settings(), "OMP_NUM_THREADS": str(spec.num_threads)}
         process = await asyncio.create_subprocess_exec(
             sys.executable,

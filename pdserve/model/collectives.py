@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from pdserve.model.rank_group import RankGroup
 from pdserve.model.shard import WHOLE, Shard
 
 
@@ -73,46 +73,27 @@ class Alone:
 
 
 class Grid:
-    """Ranks joined by torch.distributed. tp, ep: the process groups of this rank's row and column of the grid.
+    """Several ranks. tp, ep: this rank's row and column of the grid, None where it is alone there."""
 
-    The backend of the groups decides where tensors may lie: gloo's are on the CPU, NCCL's on GPUs.
-    """
-
-    def __init__(self, shard: Shard, tp: dist.ProcessGroup | None, ep: dist.ProcessGroup | None) -> None:
-        assert (tp is None) == (shard.tp_size == 1), shard
-        assert (ep is None) == (shard.ep_size == 1), shard
+    def __init__(self, shard: Shard, tp: RankGroup | None, ep: RankGroup | None) -> None:
+        assert (tp.size if tp else 1, ep.size if ep else 1) == (shard.tp_size, shard.ep_size), shard
         self.shard = shard
         self._tp = tp
         self._ep = ep
         self._num_rows: list[int] = []  # each data-parallel rank's in this forward
 
     def add_up(self, x: Tensor) -> Tensor:
-        if self._tp is None:
-            return x
-        x = x.contiguous()  # gloo takes a strided tensor's memory as it lies
-        dist.all_reduce(x, group=self._tp)
-        return x
+        return x if self._tp is None else self._tp.sum(x)
 
     def join_columns(self, x: Tensor) -> Tensor:
-        if self._tp is None:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.shard.tp_size)]
-        dist.all_gather(parts, x.contiguous(), group=self._tp)
-        return torch.cat(parts, dim=1)
+        return x if self._tp is None else torch.cat(self._tp.gather(x), dim=1)
 
     def exchange_counts(self, counts: Tensor) -> Tensor:
-        if self._ep is None:
-            return counts
-        came = torch.empty_like(counts)
-        dist.all_to_all_single(came, counts.contiguous(), group=self._ep)
-        return came
+        one_each = [1] * self.shard.ep_size
+        return counts if self._ep is None else self._ep.exchange(counts, one_each, one_each)
 
     def exchange(self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
-        if self._ep is None:
-            return rows
-        came = rows.new_empty((sum(num_received), rows.shape[1]))
-        dist.all_to_all_single(came, rows.contiguous(), list(num_received), list(num_sent), group=self._ep)
-        return came
+        return rows if self._ep is None else self._ep.exchange(rows, num_sent, num_received)
 
     def begin_forward(self, x: Tensor) -> None:
         if self.shard.splits_dense_mlp:

@@ -10,7 +10,7 @@ from pdserve.assembly.interface import interface_of
 from pdserve.config import ServerArgs, cache_dir
 from pdserve.config.peer_address import join_address
 from pdserve.config.ports import free_port
-from pdserve.engine.launch import LOOPBACK, GridSpec, PolicySpec, RankSpec, TierSpec, TransportSpec
+from pdserve.engine.launch import GridSpec, MeetingSpec, PolicySpec, RankSpec, TierSpec, TransportSpec
 from pdserve.model.revision import Revision
 
 
@@ -21,26 +21,26 @@ def node_of(args: ServerArgs, rank: int) -> int:
 
 def grid_of(args: ServerArgs, sockets: Path, *, is_in_step: bool) -> list[GridSpec]:
     """The places of all ranks."""
-    if args.nnodes == 1:
-        init_method = f"file://{sockets}/grid"
-        interface: str | None = LOOPBACK
-    else:
-        host, _ = args.meeting_point
-        init_method = f"tcp://{join_address(host, free_port(host))}"
-        interface = interface_of(host)
+    meeting = _meeting(args, sockets)
     return [
         GridSpec(
             data_parallel_size=args.data_parallel_size,
             tensor_parallel_size=args.tensor_parallel_size,
             rank=rank,
             num_local_ranks=args.num_local_ranks,
-            init_method=init_method,
-            interface=interface,
+            meeting=meeting,
             is_in_step=is_in_step,
             splits_dense_mlp=args.dense_mlp_split,
         )
         for rank in range(args.num_ranks)
     ]
+
+
+def _meeting(args: ServerArgs, sockets: Path) -> MeetingSpec:
+    if args.nnodes == 1:
+        return MeetingSpec(str(sockets))
+    host, _ = args.meeting_point
+    return MeetingSpec(str(sockets), f"tcp://{join_address(host, free_port(host))}", interface_of(host))
 
 
 def rank_spec(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from pdserve.model.collectives import Grid
 from pdserve.model.model_config import read_config
+from pdserve.model.rank_group import DistributedGroup
 from pdserve.model.shard import Shard
 from pdserve.model.torch_runner import load
 from pdserve.request import TokenRequest
@@ -65,7 +66,7 @@ def serve_together(case: Case, rank: int, groups: Groups, cache_dir: Path) -> di
     shard = Shard(case.tp_size, tp_rank, case.ep_size, ep_rank, case.splits_dense_mlp)
     directory = Path(case.directory)
     storage = storage_of(directory, case.tp_size)
-    collectives = Grid(shard, groups.tp, groups.ep)
+    collectives = Grid(shard, *(DistributedGroup(one) if one else None for one in (groups.tp, groups.ep)))
     runner = load(directory, read_config(directory), storage, collectives=collectives, **options(cache_dir))
     server, num_idle = Server(runner, storage, CHUNK), 0
     own = [requests()[number] for number in case.served[ep_rank :: case.ep_size]]

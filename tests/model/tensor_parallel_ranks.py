@@ -23,6 +23,7 @@ from pdserve.kv.storage import KVStorage
 from pdserve.model.collectives import Grid
 from pdserve.model.forward import load_forward
 from pdserve.model.model_config import read_config
+from pdserve.model.rank_group import DistributedGroup
 from pdserve.model.runner import Follower, ModelRunner, RoundResult
 from pdserve.model.shard import Shard
 from pdserve.model.torch_runner import TorchFollower, load
@@ -126,7 +127,10 @@ def run(case: Case, rank: int, group: dist.ProcessGroup, cache_dir: Path) -> lis
     directory, tp_size = Path(case.directory), len(case.served_by)
     config, storage = read_config(directory), storage_of(directory, tp_size)
     shard = Shard(tp_size, case.served_by.index(rank))
-    collectives, link = Grid(shard, group, None), Link(group, case.served_by[0])
+    collectives, link = (
+        Grid(shard, DistributedGroup(group) if tp_size > 1 else None, None),
+        Link(group, case.served_by[0]),
+    )
     if shard.tp_rank:
         forward = load_forward(directory, config, storage, collectives=collectives, **options(cache_dir))
         follow(TorchFollower(forward), link)
