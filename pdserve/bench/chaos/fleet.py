@@ -32,6 +32,10 @@ class Footprint:
     num_files: int
 
 
+# What each process of a node has more than it began with, by "front" and "rank".
+Growth = Mapping[str, Footprint]
+
+
 @dataclass(slots=True, eq=False)
 class Member:
     """One node by its address, through all its lives. is_down: from the moment a fault hits it until it serves again.
@@ -98,15 +102,19 @@ class Member:
             return False
         return await asyncio.to_thread(process.is_serving) and await asyncio.to_thread(process.has_its_peers)
 
-    def growth(self) -> dict[str, tuple[Footprint, Footprint]]:
-        """Of each process that lives: at its beginning, and now."""
+    def growth(self) -> Growth:
+        """Of its front and its rank, as far as they live, since each began."""
         kinds = {self.front_pid: "front", self.rank_pid: "rank"}
         living = [pid for pid in self.living_pids if pid in self.baseline]
-        return {f"{self.name} {kinds[pid]}": (self.baseline[pid], footprint(pid)) for pid in living}
+        return {kinds[pid]: grown(self.baseline[pid], footprint(pid)) for pid in living}
 
 
 def footprint(pid: int) -> Footprint:
     return Footprint(resident_bytes(pid) / 2**20, num_open_files(pid))
+
+
+def grown(before: Footprint, after: Footprint) -> Footprint:
+    return Footprint(round(after.resident_mib - before.resident_mib, 1), after.num_files - before.num_files)
 
 
 @dataclass(slots=True)

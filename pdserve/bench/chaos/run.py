@@ -22,7 +22,7 @@ from pdserve.bench.chaos.answers import Answered, judge
 from pdserve.bench.chaos.checks import Fate, fate_checks, fates_of, growth_checks, hit_checks, routes_of
 from pdserve.bench.chaos.drive import Drive, ask_reference
 from pdserve.bench.chaos.faults import Fault, shares_over
-from pdserve.bench.chaos.fleet import Fleet, Member, make_fleet, make_member
+from pdserve.bench.chaos.fleet import Fleet, Growth, Member, make_fleet, make_member
 from pdserve.bench.chaos.requests import hang_s_of, make_chaos_asks
 from pdserve.bench.processes import is_running
 from pdserve.bench.stream_checks import Check, exactly, in_use
@@ -32,7 +32,6 @@ from pdserve.commands.tables import write_json
 from pdserve.config import Role
 from pdserve.errors import PdserveError
 from pdserve.model import hub
-from pdserve.model.model_config import read_config
 from pdserve.model.progress import Progress, show_progress
 from pdserve.node_process import interrupted_by_sigterm
 from pdserve.request import RankLoad
@@ -106,10 +105,11 @@ def _folder(keep: str | None) -> Iterator[Path]:
 async def _run(arguments: argparse.Namespace, model: Path, folder: Path, progress: Progress) -> Report:
     asks = make_chaos_asks(arguments.requests, arguments.seed)
     environment = {} if arguments.ucx_tls == "default" else {"UCX_TLS": arguments.ucx_tls}
-    async with _fused(model, folder) as fused:
+    async with _fused(model, folder) as (node, fused):
         references = await ask_reference(
             fused, asks, 12, lambda num_done: progress("reference answers", num_done, len(asks))
         )
+        undisturbed = node.growth()
     fleet = make_fleet(model, folder, environment, SETTINGS)
     try:
         await fleet.start()
@@ -120,11 +120,11 @@ async def _run(arguments: argparse.Namespace, model: Path, folder: Path, progres
         drive.on_done = lambda requests, faults: progress(f"requests, {faults} faults", requests, len(asks))
         faults = await drive.run()
         elapsed_s = time.monotonic() - start_s
-        checks, counters = await _node_checks(fleet, model)
+        checks, counters = await _node_checks(fleet, undisturbed)
     finally:
         await fleet.end()
     checks.append(exactly("processes left behind", _num_left(fleet), 0))
-    async with _fused(model, folder) as fused:
+    async with _fused(model, folder) as (_, fused):
         verdicts = await judge(drive.done, references, fused)
     fates = fates_of(drive.done, verdicts, faults, routes_of(fleet))
     checks = [*fate_checks(fates), *hit_checks(faults, arguments.faults), *checks]
@@ -132,14 +132,14 @@ async def _run(arguments: argparse.Namespace, model: Path, folder: Path, progres
 
 
 @contextlib.asynccontextmanager
-async def _fused(model: Path, folder: Path) -> AsyncIterator[AsyncClient]:
+async def _fused(model: Path, folder: Path) -> AsyncIterator[tuple[Member, AsyncClient]]:
     """A node that nothing disturbs; it never lives beside the others, whose cores it would take."""
     node = make_member(Role.FUSED, 0, model, folder, {}, **SETTINGS)
     node.begin()
     try:
         await node.recover()
         async with AsyncClient(node.args.address, max_attempts=1) as client:
-            yield client
+            yield node, client
     finally:
         assert node.process is not None
         await asyncio.to_thread(node.process.end)
@@ -148,7 +148,7 @@ async def _fused(model: Path, folder: Path) -> AsyncIterator[AsyncClient]:
 # ---------------------------------------------------------------- what the nodes kept
 
 
-async def _node_checks(fleet: Fleet, model: Path) -> tuple[list[Check], dict[str, dict[str, int]]]:
+async def _node_checks(fleet: Fleet, undisturbed: Growth) -> tuple[list[Check], dict[str, dict[str, int]]]:
     checks: list[Check] = []
     counters: dict[str, dict[str, int]] = {}
     for member in fleet.members:
@@ -157,10 +157,8 @@ async def _node_checks(fleet: Fleet, model: Path) -> tuple[list[Check], dict[str
         if load is not None:
             checks += [exactly(f"{member.name}: {name}", count, 0) for name, count in in_use(load).items()]
             counters[member.name] = {name: count for name, count in load.counters.items() if count}
-    block_bytes = read_config(model).kv_layout(SETTINGS["block_size"]).block_bytes
-    slab_mib = block_bytes * SETTINGS["num_kv_blocks"] / 2**20
     for member in fleet.members:
-        checks += growth_checks(member.growth(), slab_mib)
+        checks += growth_checks(member.name, member.growth(), undisturbed)
     return checks, counters
 
 
