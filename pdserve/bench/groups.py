@@ -36,8 +36,8 @@ PROMPT_TOKENS = (100, 400)
 ANSWER_TOKENS = 4
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     "no policy": {},
-    "gate A=4 N=16": {"prefill_attempt_interval": 4, "prefill_any_attempt_interval": 16},
-    "gate and fill": {
+    "gate 4, 16": {"prefill_attempt_interval": 4, "prefill_any_attempt_interval": 16},
+    "and fill": {
         "prefill_attempt_interval": 4,
         "prefill_any_attempt_interval": 16,
         "prefill_fill_tokens": "auto",
@@ -145,7 +145,7 @@ def run(model: Model, num_prompts: int, repeats: int) -> list[Row]:
 
 def show(rows: Sequence[Row], console: Console) -> None:
     """Medians of each policy's repetitions."""
-    columns = ("rounds", "with prefill", "ITL p50", "ITL p99", "ITL max", "TTFT p50", "TTFT p99", "tokens/s")
+    columns = ("rounds", "prefill", "ITL p50", "p99", "max", "TTFT p50", "p99", "tokens/s")
     table = Table("seconds", *columns, box=SIMPLE)
     for policy in POLICIES:
         mine = [row for row in rows if row.policy == policy]
