@@ -7,6 +7,7 @@ import importlib
 from pdserve.errors import StartupError
 
 MEASUREMENTS = {
+    "engine": ("pdserve.bench.speed.engine", "tokens a second of the engine alone, and where a round's time goes"),
     "interference": ("pdserve.bench.interference.command", "a stream beside a long prompt, policy by policy"),
     "fidelity": ("pdserve.bench.fidelity.command", "the simulator against real nodes under the same requests"),
     "chaos": ("pdserve.bench.chaos.command", "two prefill and two decode nodes under random faults"),

@@ -72,7 +72,13 @@ class Settings(BaseModel):
     ]
     served_model_name: Annotated[str | None, Flag(MODEL, "the name clients see (default: MODEL)", "NAME")] = None
     role: Annotated[Role, Lax, Flag(MODEL, "what this node does")] = Role.FUSED
-    dtype: Annotated[Literal["float32"], Flag(MODEL, "type of weights, KV and arithmetic")] = "float32"
+    dtype: Annotated[
+        Literal["float32"], Flag(MODEL, "type of KV and arithmetic, and of weights that are not quantised")
+    ] = "float32"
+    quantization: Annotated[
+        Literal["fp32", "int8", "int4"],
+        Flag(MODEL, "what weights are kept as: exact, or as 8 or 4 bits, which are faster and round a little"),
+    ] = "fp32"
     max_model_len: Annotated[Count | None, Flag(MODEL, "longest prompt + answer in tokens (default: the model's)")] = (
         None
     )

@@ -105,6 +105,7 @@ class Plot:
             "num_threads": self.spec.num_threads,
             "progress": lambda step, done, total: self.front.send(Loading(step, done, total)),
             "collectives": self.joined.collectives,
+            "quantization": self.spec.quantization,
         }
 
     def ready(self, transport: TransportThread | None, longest_chunk_s: float = 0.0) -> Ready:
@@ -306,12 +307,17 @@ def _run_round(scheduler: Scheduler, runner: ModelRunner, request: TokenRequest)
     return elapsed_s
 
 
+def _revision(spec: RankSpec) -> str:
+    """KV of quantised weights is not that of the others."""
+    return spec.model_revision if spec.quantization == "fp32" else f"{spec.model_revision}+{spec.quantization}"
+
+
 def _fingerprint(spec: RankSpec, config: ModelConfig, layout: KVLayout) -> Fingerprint:
     """layout: of the whole model."""
     return Fingerprint(
         layout_version=LAYOUT_VERSION,
         architecture=config.architecture,
-        model_revision=spec.model_revision,
+        model_revision=_revision(spec),
         dtype=layout.dtype,
         block_size=layout.block_size,
         num_layers=layout.num_layers,

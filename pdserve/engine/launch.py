@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -107,6 +107,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     max_num_seqs: int
     chunked_prefill_size: int
     max_model_len: int | None
+    quantization: Literal["fp32", "int8", "int4"]
     enable_mixed_batch: bool
     prefix_caching: bool
     max_outstanding_transfers: int | None

@@ -21,7 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 from pdserve.model.checkpoint import Checkpoint
 from pdserve.model.collectives import Collectives
 from pdserve.model.experts_config import ExpertsConfig
+from pdserve.model.layer_ops import TORCH_OPS, LayerOps
 from pdserve.model.linear import Linear
+from pdserve.model.matrices import Matrices, Matrix
 from pdserve.model.mlp import gated
 from pdserve.model.shard import Shard, part
 
@@ -30,8 +32,8 @@ from pdserve.model.shard import Shard, part
 class Expert:
     """A gated MLP, or a tensor-parallel rank's slice of it."""
 
-    gate_up: Linear  # hidden -> 2 * intermediate
-    down: Linear  # intermediate -> hidden
+    gate_up: Matrix  # hidden -> 2 * intermediate
+    down: Matrix  # intermediate -> hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Experts:
     local: Sequence[Expert]
     num_experts_per_token: int
     renormalises: bool
+    ops: LayerOps = TORCH_OPS
 
     @property
     def is_shared(self) -> bool:
@@ -83,7 +86,7 @@ class Experts:
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows sorted by local expert, counts [local experts]."""
         parts = zip(self.local, rows.split_with_sizes(counts.tolist()), strict=True)
-        answers = [gated(own, expert.gate_up, expert.down) for expert, own in parts if len(own)]
+        answers = [gated(own, expert.gate_up, expert.down, self.ops) for expert, own in parts if len(own)]
         return torch.cat(answers) if answers else rows
 
 
@@ -95,7 +98,9 @@ def _weighted_sum(answers: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def load_experts(checkpoint: Checkpoint, config: ExpertsConfig, prefix: str, shard: Shard) -> Experts:
+def load_experts(
+    checkpoint: Checkpoint, config: ExpertsConfig, prefix: str, shard: Shard, matrices: Matrices
+) -> Experts:
     """The rank's experts of a layer; the others' are not read. prefix: of the layer's tensors, with its dot at the end.
 
     Raises StartupError where tensor parallelism cannot slice them, or a rank would have none.
@@ -106,11 +111,13 @@ def load_experts(checkpoint: Checkpoint, config: ExpertsConfig, prefix: str, sha
         if expert not in held:
             checkpoint.leave([prefix + name for name in config.names.matrices(expert)])
     router = Linear(checkpoint.take(prefix + config.names.router))
-    local = tuple(_load_expert(checkpoint, config, prefix, expert, neurons) for expert in held)
-    return Experts(router, local, config.num_experts_per_token, config.renormalises)
+    local = tuple(_load_expert(checkpoint, config, prefix, expert, neurons, matrices) for expert in held)
+    return Experts(router, local, config.num_experts_per_token, config.renormalises, matrices.ops)
 
 
-def _load_expert(checkpoint: Checkpoint, config: ExpertsConfig, prefix: str, expert: int, neurons: range) -> Expert:
+def _load_expert(
+    checkpoint: Checkpoint, config: ExpertsConfig, prefix: str, expert: int, neurons: range, matrices: Matrices
+) -> Expert:
     gate, up, down = (prefix + name for name in config.names.matrices(expert))
     gate_up = torch.cat([checkpoint.take(name, rows=neurons) for name in (gate, up)])
-    return Expert(Linear(gate_up), Linear(checkpoint.take(down, columns=neurons)))
+    return Expert(matrices.of_layer(gate_up), matrices.of_layer(checkpoint.take(down, columns=neurons)))

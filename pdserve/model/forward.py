@@ -15,7 +15,9 @@ from pdserve.kv.storage import KVStorage
 from pdserve.model.attention import Attention, build_attention
 from pdserve.model.batch import Batch, Ints, SlotTable
 from pdserve.model.collectives import Alone, Collectives
+from pdserve.model.layer_ops import build_ops
 from pdserve.model.llama import Llama
+from pdserve.model.matrices import Matrices, Quantization
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.progress import Progress, no_progress
 from pdserve.model.slices import slices_of
@@ -110,6 +112,7 @@ class LoadArgs(TypedDict):
     num_threads: NotRequired[int | None]
     progress: NotRequired[Progress]
     collectives: NotRequired[Collectives | None]
+    quantization: NotRequired[Quantization]
 
 
 def load_forward(
@@ -123,19 +126,22 @@ def load_forward(
     num_threads: int | None = None,
     progress: Progress = no_progress,
     collectives: Collectives | None = None,
+    quantization: Quantization = "fp32",
 ) -> RoundForward:
     """A rank's part of the model in `directory`, over `storage`: its layout is `config.kv_layout(...).shard(tp_size)`.
 
-    cache_dir: where the built attention kernel is kept. num_threads: torch's and the kernel's threads; None leaves
+    cache_dir: where built kernels are kept. num_threads: torch's and the kernel's threads; None leaves
     torch's own choice. Raises StartupError, naming what is wrong with the weights, or the sizes that tensor parallelism
     can have.
     """
     collectives = collectives or Alone()
     slices = slices_of(config, collectives.shard)
     assert storage.layout.num_kv_heads == len(slices.kv_heads), f"{storage.layout} for KV heads {slices.kv_heads}"
-    weights = load_weights(directory, config, progress, collectives.shard)
+    ops = build_ops(cache_dir)
+    matrices = Matrices(quantization, cache_dir, ops)
+    weights = load_weights(directory, config, progress, collectives.shard, matrices)
     attention = build_attention(storage, len(slices.heads), cache_dir)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     slot_table = SlotTable(max_slots, max_model_len, storage.layout.block_size)
-    return RoundForward(Llama(config, weights, attention, collectives), attention, slot_table)
+    return RoundForward(Llama(config, weights, attention, collectives, ops), attention, slot_table)

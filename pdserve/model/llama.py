@@ -7,7 +7,8 @@ from torch import Tensor
 
 from pdserve.model.attention.base import Attention
 from pdserve.model.collectives import Alone, Collectives
-from pdserve.model.layers import RotaryTable, rms_norm, rotate
+from pdserve.model.layer_ops import TORCH_OPS, LayerOps
+from pdserve.model.layers import RotaryTable, rms_norm
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.slices import slices_of
 from pdserve.model.weights import LayerWeights, ModelWeights
@@ -17,12 +18,18 @@ class Llama:
     """A forward over a flat batch; KV lives in the attention's storage. Call `attention.plan` for the batch first."""
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, attention: Attention, collectives: Collectives | None = None
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        attention: Attention,
+        collectives: Collectives | None = None,
+        ops: LayerOps = TORCH_OPS,
     ) -> None:
         """weights: what `collectives.shard` holds of them; attention: over that rank's heads."""
         self._config = config
         self._weights = weights
         self._attention = attention
+        self._ops = ops
         self._collectives: Collectives = collectives or Alone()
         self._slices = slices_of(config, self._collectives.shard)
         self._rotary = RotaryTable(config.rope, config.head_dim)
@@ -32,10 +39,11 @@ class Llama:
         cos, sin = self._rotary.at(positions)
         x = self._embed(tokens)
         self._collectives.begin_forward(x)
+        delta = None
         for index, layer in enumerate(self._weights.layers):
-            x = x + self._attend(index, layer, x, cos, sin)
-            x = x + layer.mlp(rms_norm(x, layer.mlp_norm, self._config.rms_norm_eps), self._collectives)
-        return rms_norm(x, self._weights.final_norm, self._config.rms_norm_eps)
+            delta = self._attend(index, layer, self._add_and_norm(x, delta, layer.input_norm), cos, sin)
+            delta = layer.mlp(self._add_and_norm(x, delta, layer.mlp_norm), self._collectives)
+        return self._add_and_norm(x, delta, self._weights.final_norm)
 
     def idle_forward(self) -> None:
         """A forward without rows, in a round in which other data-parallel ranks have some: its exchanges."""
@@ -50,6 +58,10 @@ class Llama:
         logits = self._collectives.join_columns(self._weights.lm_head(hidden))
         return logits[:, : self._config.vocab_size]
 
+    def _add_and_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """x += delta, then its norm."""
+        return self._ops.add_and_norm(x, delta, weight, self._config.rms_norm_eps)
+
     def _embed(self, tokens: Tensor) -> Tensor:
         table = self._weights.embedding
         if self._collectives.shard.tp_size == 1:
@@ -61,10 +73,10 @@ class Llama:
 
     def _attend(self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         config, num_heads, num_kv_heads = self._config, len(self._slices.heads), len(self._slices.kv_heads)
-        qkv = layer.qkv(rms_norm(x, layer.input_norm, config.rms_norm_eps))
+        qkv = layer.qkv(x)
         heads = qkv.view(len(qkv), -1, config.head_dim)  # [num_tokens, q heads then k heads then v heads, head_dim]
         qk, v = heads.tensor_split((num_heads + num_kv_heads,), dim=1)
         if layer.qk_norm is not None:
             qk = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
-        q, k = rotate(qk, cos, sin).tensor_split((num_heads,), dim=1)
+        q, k = self._ops.rotate(qk, cos, sin).tensor_split((num_heads,), dim=1)
         return self._collectives.add_up(layer.attention_output(self._attention.run(index, q, k, v)))

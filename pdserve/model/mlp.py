@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.model.collectives import Collectives
-from pdserve.model.linear import Linear
+from pdserve.model.layer_ops import TORCH_OPS, LayerOps
+from pdserve.model.matrices import Matrix
 
 
 class Mlp(Protocol):
@@ -27,15 +27,16 @@ class Mlp(Protocol):
 class DenseMlp:
     """down(silu(gate x) * up x), with gate and up stacked in one matrix."""
 
-    gate_up: Linear  # hidden -> 2 * intermediate
-    down: Linear  # intermediate -> hidden
+    gate_up: Matrix  # hidden -> 2 * intermediate
+    down: Matrix  # intermediate -> hidden
+    ops: LayerOps = TORCH_OPS
 
     @property
     def is_shared(self) -> bool:
         return False
 
     def __call__(self, x: Tensor, collectives: Collectives) -> Tensor:
-        return collectives.add_up(gated(x, self.gate_up, self.down))
+        return collectives.add_up(gated(x, self.gate_up, self.down, self.ops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +46,19 @@ class SplitMlp:
     A row's answer is a sum over the slices in the order of the ranks, whoever's rows are computed beside it.
     """
 
-    gate_up: Linear  # hidden -> 2 * the slice of intermediate
-    down: Linear  # the slice of intermediate -> hidden
+    gate_up: Matrix  # hidden -> 2 * the slice of intermediate
+    down: Matrix  # the slice of intermediate -> hidden
+    ops: LayerOps = TORCH_OPS
 
     @property
     def is_shared(self) -> bool:
         return True
 
     def __call__(self, x: Tensor, collectives: Collectives) -> Tensor:
-        parts = gated(collectives.gather_rows(x), self.gate_up, self.down)
+        parts = gated(collectives.gather_rows(x), self.gate_up, self.down, self.ops)
         return collectives.add_up(collectives.sum_rows(parts))
 
 
-def gated(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
+def gated(x: Tensor, gate_up: Matrix, down: Matrix, ops: LayerOps) -> Tensor:
     """A gated MLP, or a tensor-parallel rank's part of its sum."""
-    gate, up = gate_up(x).chunk(2, dim=-1)
-    return down(F.silu(gate).mul_(up))
+    return down(ops.silu_and_multiply(gate_up(x)))

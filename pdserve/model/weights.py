@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint as the decoder wants it: float32, q/k/v in one matrix, gate and up in one."""
+"""A rank's part of a checkpoint as the decoder wants it: q/k/v in one matrix, gate and up in one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdserve.model.checkpoint import Checkpoint
 from pdserve.model.experts import load_experts
-from pdserve.model.linear import Linear
+from pdserve.model.matrices import UNQUANTISED, Matrices, Matrix
 from pdserve.model.mlp import DenseMlp, Mlp, SplitMlp
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.progress import Progress, no_progress
@@ -25,16 +25,16 @@ class LayerWeights:
     """num_heads, num_kv_heads: those of the rank. heads: its query heads, then its key heads."""
 
     input_norm: Tensor  # [hidden]
-    qkv: Linear  # hidden -> (heads + num_kv_heads) * head_dim
+    qkv: Matrix  # hidden -> (heads + num_kv_heads) * head_dim
     qk_norm: Tensor | None  # [heads, head_dim]
-    attention_output: Linear  # num_heads * head_dim -> hidden, one of tp_size summands
+    attention_output: Matrix  # num_heads * head_dim -> hidden, one of tp_size summands
     mlp_norm: Tensor  # [hidden]
     mlp: Mlp
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All float32, the rank's part. lm_head multiplies by the embedding where the two are tied.
+    """The rank's part; float32 but for what is a Matrix. lm_head multiplies by the embedding where the two are tied.
 
     rows: the rank's part of the vocabulary; the last ranks' ends with zeros where it cannot be split evenly.
     """
@@ -42,11 +42,15 @@ class ModelWeights:
     embedding: Tensor  # [rows, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden]
-    lm_head: Linear  # hidden -> rows
+    lm_head: Matrix  # hidden -> rows
 
 
 def load_weights(
-    directory: Path, config: ModelConfig, progress: Progress = no_progress, shard: Shard = WHOLE
+    directory: Path,
+    config: ModelConfig,
+    progress: Progress = no_progress,
+    shard: Shard = WHOLE,
+    matrices: Matrices = UNQUANTISED,
 ) -> ModelWeights:
     """Read from the directory's safetensors what `shard` holds, and no more. Progress counts tensors.
 
@@ -55,10 +59,10 @@ def load_weights(
     slices = slices_of(config, shard)
     checkpoint = Checkpoint(directory, expected_shapes(config), progress)
     embedding = _vocabulary_rows(checkpoint, "model.embed_tokens.weight", slices)
-    layers = tuple(_layer(checkpoint, config, index, shard) for index in range(config.num_layers))
+    layers = tuple(_layer(checkpoint, config, index, shard, matrices) for index in range(config.num_layers))
     final_norm = checkpoint.take("model.norm.weight")
     lm_head = embedding if config.has_tied_embeddings else _vocabulary_rows(checkpoint, "lm_head.weight", slices)
-    return ModelWeights(embedding, layers, final_norm, Linear(lm_head))
+    return ModelWeights(embedding, layers, final_norm, matrices.of_head(lm_head))
 
 
 def _vocabulary_rows(checkpoint: Checkpoint, name: str, slices: Slices) -> Tensor:
@@ -68,35 +72,35 @@ def _vocabulary_rows(checkpoint: Checkpoint, name: str, slices: Slices) -> Tenso
     return F.pad(rows, (0, 0, 0, num_padded)) if num_padded else rows
 
 
-def _layer(checkpoint: Checkpoint, config: ModelConfig, index: int, shard: Shard) -> LayerWeights:
+def _layer(checkpoint: Checkpoint, config: ModelConfig, index: int, shard: Shard, matrices: Matrices) -> LayerWeights:
     prefix, slices = layer_prefix(index), slices_of(config, shard)
     heads, kv_heads = _rows_of(slices.heads, config.head_dim), _rows_of(slices.kv_heads, config.head_dim)
     qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads}
     return LayerWeights(
         input_norm=checkpoint.take(f"{prefix}input_layernorm.weight"),
-        qkv=Linear(
+        qkv=matrices.of_layer(
             _stack(checkpoint, {f"{prefix}{name}.weight": rows for name, rows in qkv.items()}),
             _stack(checkpoint, {f"{prefix}{name}.bias": rows for name, rows in qkv.items()})
             if config.family.has_qkv_bias
             else None,
         ),
         qk_norm=_qk_norm(checkpoint, prefix, slices) if config.family.has_qk_norm else None,
-        attention_output=Linear(checkpoint.take(f"{prefix}self_attn.o_proj.weight", columns=heads)),
+        attention_output=matrices.of_layer(checkpoint.take(f"{prefix}self_attn.o_proj.weight", columns=heads)),
         mlp_norm=checkpoint.take(f"{prefix}post_attention_layernorm.weight"),
-        mlp=_mlp(checkpoint, config, index, shard),
+        mlp=_mlp(checkpoint, config, index, shard, matrices),
     )
 
 
-def _mlp(checkpoint: Checkpoint, config: ModelConfig, index: int, shard: Shard) -> Mlp:
+def _mlp(checkpoint: Checkpoint, config: ModelConfig, index: int, shard: Shard, matrices: Matrices) -> Mlp:
     """The rank's part of the layer's."""
     prefix, experts = layer_prefix(index), config.experts_of(index)
     if experts is not None:
-        return load_experts(checkpoint, experts, prefix, shard)
+        return load_experts(checkpoint, experts, prefix, shard, matrices)
     rows = shard.neurons_of(config.intermediate_size)
     gate_up = _stack(checkpoint, {f"{prefix}mlp.{name}_proj.weight": rows for name in ("gate", "up")})
     down = checkpoint.take(f"{prefix}mlp.down_proj.weight", columns=rows)
     mlp = SplitMlp if shard.splits_dense_mlp else DenseMlp
-    return mlp(Linear(gate_up), Linear(down))
+    return mlp(matrices.of_layer(gate_up), matrices.of_layer(down), matrices.ops)
 
 
 def _stack(checkpoint: Checkpoint, rows: Mapping[str, range]) -> Tensor:

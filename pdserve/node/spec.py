@@ -67,6 +67,7 @@ def rank_spec(
         max_num_seqs=args.max_num_seqs_a_rank,
         chunked_prefill_size=args.chunked_prefill_size,
         max_model_len=args.max_model_len,
+        quantization=args.quantization,
         enable_mixed_batch=args.enable_mixed_batch,
         prefix_caching=args.prefix_caching,
         max_outstanding_transfers=args.max_outstanding_prefills,

@@ -18,6 +18,7 @@ SMALL = RankSpec(
     kv_memory_fraction=0.5,
     max_num_seqs=4,
     chunked_prefill_size=128,
+    quantization="fp32",
     max_model_len=None,
     enable_mixed_batch=False,
     prefix_caching=True,

@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,6 +135,14 @@ def test_a_rank_without_a_transport_has_no_metadata(
 ) -> None:
     assert run_and_stop(front, spec(directory, sockets, transport=None), monkeypatch) == 0
     assert front.hear(Ready).transport_metadata == b""
+
+
+def test_a_rank_with_quantised_weights_is_no_peer_of_one_with_the_others(
+    directory: Path, sockets: Path, front: OtherEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_and_stop(front, spec(directory, sockets, quantization="int8"), monkeypatch) == 0
+    ours = front.hear(Ready).fingerprint
+    assert ours.differences(replace(ours, model_revision="r7")) == ("model_revision: 'r7+int8' here, 'r7' there",)
 
 
 def test_a_pool_smaller_than_the_context_shortens_it(

@@ -22,6 +22,7 @@ from pdserve.model.checkpoint import Checkpoint
 from pdserve.model.collectives import Alone
 from pdserve.model.experts import Expert, Experts, load_experts
 from pdserve.model.linear import Linear
+from pdserve.model.matrices import UNQUANTISED
 from pdserve.model.mlp import DenseMlp
 from pdserve.model.model_config import read_config
 from pdserve.model.progress import no_progress
@@ -236,7 +237,9 @@ def load_layer(directory: Path, shard: Shard) -> Experts:
     """The first layer's."""
     config = read_config(directory)
     assert config.experts is not None
-    return load_experts(Checkpoint(directory, expected_shapes(config), no_progress), config.experts, LAYER, shard)
+    return load_experts(
+        Checkpoint(directory, expected_shapes(config), no_progress), config.experts, LAYER, shard, UNQUANTISED
+    )
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])

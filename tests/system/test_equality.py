@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 
+from pdserve.config import Role
 from tests.system.conftest import NUM_BYTES, Greedy, Pair
-from tests.system.nodes import BLOCK_SIZE, CHUNK, Node
+from tests.system.nodes import BLOCK_SIZE, CHUNK, Node, Nodes
 
 pytestmark = pytest.mark.system
 
@@ -68,3 +70,14 @@ def test_a_second_prompt_with_the_same_beginning_moves_only_what_the_decode_node
     decode.wait_until_quiet()
     moved = decode.load().counters["kv_descriptors_total"] - before["kv_descriptors_total"]
     assert moved == -(-(CHUNK + 5) // BLOCK_SIZE)
+
+
+def test_a_quantised_pair_answers_as_a_quantised_fused_node_does(nodes: Nodes) -> None:
+    settings: dict[str, Any] = {"quantization": "int4"}
+    prefill, decode = nodes.start_pair(**settings)
+    whole = nodes.start(Role.FUSED, **settings)
+    for length in (1, CHUNK + 5, 3 * CHUNK):
+        prompt = prompt_of(length)
+        answer = decode.ask(prompt, NUM_NEW)
+        assert answer.token_ids == whole.ask(prompt, NUM_NEW).token_ids
+        assert answer.placement == f"remote;peer={prefill.address}"

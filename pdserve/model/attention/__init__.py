@@ -7,8 +7,9 @@ from pathlib import Path
 
 from pdserve.kv.storage import KVStorage
 from pdserve.model.attention.base import Attention
-from pdserve.model.attention.native_cpu import NativeAttention, NativeUnavailable
+from pdserve.model.attention.native_cpu import NativeAttention
 from pdserve.model.attention.torch_cpu import TorchAttention
+from pdserve.model.native_build import NativeUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Building the kernel, doing without it, and how its work is cut."""
+"""Doing without the kernel, and how its work is cut."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 from pdserve.kv.layout import KVLayout
 from pdserve.kv.storage import KVStorage
 from pdserve.model.attention import build_attention
-from pdserve.model.attention.native_cpu import NativeAttention, NativeUnavailable, build_library, plan_items
+from pdserve.model.attention.native_cpu import NativeAttention, plan_items
 from pdserve.model.attention.torch_cpu import TorchAttention
 from pdserve.model.batch import Batch
+from pdserve.model.native_build import NativeUnavailable
 
 
 def storage_of(layout: KVLayout | None = None) -> KVStorage:
@@ -32,27 +33,6 @@ def test_without_a_working_compiler_torch_attends_and_one_line_says_why(
     assert len(caplog.records) == 1
     assert reason in caplog.text
     assert not list((tmp_path / "native").iterdir())
-
-
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(NativeUnavailable, match=r"cannot write to .*file"):
-        build_library(tmp_path / "file" / "native")
-
-
-def test_the_kernel_is_built_once(kernel_cache: Path) -> None:
-    directory = kernel_cache / "native"
-    library = build_library(directory)
-    built = library.stat().st_mtime_ns
-    assert build_library(directory) == library
-    assert library.stat().st_mtime_ns == built
-    assert list(directory.iterdir()) == [library]
-
-
-def test_a_damaged_library_is_named(tmp_path: Path) -> None:
-    build_library(tmp_path).write_bytes(b"not a library")
-    with pytest.raises(NativeUnavailable, match=r"\.so cannot be loaded, delete it"):
-        NativeAttention(storage_of(), 2, tmp_path)
 
 
 def test_one_openmp_runtime_lives_in_the_process(kernel_cache: Path) -> None:

@@ -1,0 +1,159 @@
+"""The engine alone: its scheduler and its runner in this process, without a front, a channel or a wire."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pdserve.bench.listening import Call, Heard
+from pdserve.config import cache_dir
+from pdserve.kv.storage import KVStorage
+from pdserve.model.attention.native_cpu import NativeAttention
+from pdserve.model.attention.torch_cpu import TorchAttention
+from pdserve.model.batch import SlotTable
+from pdserve.model.linear import Linear
+from pdserve.model.matrices import Quantization
+from pdserve.model.model_config import read_config
+from pdserve.model.quantized_linear import QuantizedLinear
+from pdserve.model.sampler import Sampler
+from pdserve.model.torch_runner import TorchRunner, load
+from pdserve.request import RequestId, SamplingParams, TokenRequest
+from pdserve.scheduler.config import SchedulerConfig
+from pdserve.scheduler.plan import StepDone, Submission, TokenDrawn
+from pdserve.scheduler.scheduler import Scheduler
+
+BLOCK_SIZE = 64
+CHUNK = 512
+
+
+# Where a round's time goes, by what is called for it; the rest is Python and torch's small operations.
+PARTS: tuple[tuple[type, str, str], ...] = (
+    (Linear, "__call__", "matrices"),
+    (QuantizedLinear, "__call__", "matrices"),
+    (NativeAttention, "run", "attention"),
+    (TorchAttention, "run", "attention"),
+    (Sampler, "draw", "sampling"),
+    (SlotTable, "build", "batch"),
+)
+
+
+@dataclass(slots=True)
+class Profile:
+    """Seconds of all rounds, and of the parts of them that are told apart."""
+
+    rounds_s: float = 0.0
+    num_rounds: int = 0
+    parts_s: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The parts' time is taken meanwhile, at some cost of its own: 0.3 us a call."""
+        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in PARTS]
+        for owner, name, part in PARTS:
+            setattr(owner, name, self._timed(part, getattr(owner, name)))
+        try:
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+    def shares(self) -> dict[str, float]:
+        """Of the rounds' time; what is told apart nowhere is "other"."""
+        parts = {part: seconds / self.rounds_s for part, seconds in self.parts_s.items()}
+        return parts | {"other": 1.0 - sum(parts.values())}
+
+    def _timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start_s = time.perf_counter()
+            result = call(*args, **kwargs)
+            self.parts_s[part] = self.parts_s.get(part, 0.0) + time.perf_counter() - start_s
+            return result
+
+        return timed
+
+
+class Engine:
+    """A model with as much KV as the requests of one cell need."""
+
+    def __init__(
+        self,
+        directory: Path,
+        quantization: Quantization = "fp32",
+        *,
+        max_tokens: int,
+        max_num_seqs: int,
+        num_threads: int,
+    ) -> None:
+        """max_tokens: of all requests that are served at once."""
+        config = read_config(directory)
+        num_blocks = max_tokens // BLOCK_SIZE + 2 * max_num_seqs
+        storage = KVStorage(config.kv_layout(BLOCK_SIZE), num_blocks)
+        start_s = time.monotonic()
+        self._runner: TorchRunner = load(
+            directory,
+            config,
+            storage,
+            max_slots=max_num_seqs,
+            max_model_len=config.max_position_embeddings,
+            cache_dir=cache_dir(),
+            num_threads=num_threads,
+            quantization=quantization,
+        )
+        self.loaded_s = time.monotonic() - start_s
+        self._config = SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_batch_size=max_num_seqs,
+            max_scheduled_tokens=CHUNK,
+            max_model_len=config.max_position_embeddings,
+        )
+        self.profile = Profile()
+
+    def hear_all(self, calls: Sequence[Call]) -> list[Heard]:
+        """All of them at once, each to its end; a round's tokens arrive as it ends."""
+        scheduler = Scheduler(self._config)
+        requests = {}
+        for call in calls:
+            sampling = SamplingParams(max_new_tokens=call.num_output_tokens, temperature=0.0, ignore_eos=True)
+            request = TokenRequest(RequestId(str(call.number)), call.prompt, sampling)
+            requests[request.request_id] = request
+            scheduler.submit(Submission(request.request_id, request.prompt, call.num_output_tokens))
+        called_s = time.monotonic()
+        arrivals_s: dict[RequestId, list[float]] = {request_id: [] for request_id in requests}
+        while scheduler.has_work:
+            for request_id in self._round(scheduler, requests):
+                arrivals_s[request_id].append(time.monotonic())
+        return [Heard(call.number, called_s, tuple(arrivals_s[RequestId(str(call.number))])) for call in calls]
+
+    def nll(self, tokens: Sequence[int]) -> float:
+        """Mean of -log(probability) of each token after those before it, in nats."""
+        scheduler = Scheduler(self._config)
+        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, prompt_logprobs=0)
+        request = TokenRequest(RequestId("text"), tuple(tokens), sampling)
+        scheduler.submit(Submission(request.request_id, request.prompt, 1, reads_prefix_cache=False))
+        logprobs: list[float] = []
+        while scheduler.has_work:
+            plan = scheduler.plan()
+            for start in plan.starts:
+                self._runner.start(start, request)
+            result = self._runner.execute(plan)
+            logprobs += [entry.logprob for entry in result.prompt_logprobs.get(request.request_id, ())]
+            scheduler.advance([StepDone(plan.round_id, result.tokens)])
+        assert len(logprobs) == len(tokens) - 1, (len(logprobs), len(tokens))
+        return -sum(logprobs) / len(logprobs)
+
+    def _round(self, scheduler: Scheduler, requests: dict[RequestId, TokenRequest]) -> list[RequestId]:
+        """Whose answers have one more token."""
+        start_s = time.perf_counter()
+        plan = scheduler.plan()
+        for start in plan.starts:
+            self._runner.start(start, requests[start.request_id])
+        tokens = self._runner.execute(plan).tokens if plan.batch_size else []
+        outcomes = scheduler.advance([StepDone(plan.round_id, tokens)])
+        self.profile.rounds_s += time.perf_counter() - start_s
+        self.profile.num_rounds += 1
+        return [outcome.request_id for outcome in outcomes if isinstance(outcome, TokenDrawn)]
