@@ -26,4 +26,4 @@ def build(site: Site) -> Parts:
     policy = HandoffPolicy(args.decode_fallback, args.remote_prefill_min_tokens)
     tokens = RemotePrefillTokens(ranks, peers, handoffs, policy)
     services = [site.inference(site.text(tokens)), admin_service(ranks)]
-    return Parts(services, tokens.loads, [peers.watch()])
+    return Parts(services, tokens.loads, [peers.watch()], peers.first_look)

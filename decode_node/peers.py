@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # How often a ready peer is asked whether it is still the same one, and what it has on its hands.
 CHECK_S = 5.0
+# Prompts that came before would be computed here, though their prefill node is there.
+FIRST_LOOK_S = 3.0
 # A peer that fails is left alone for this long, then for twice as long; a connection that comes back ends the wait.
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 5.0
@@ -116,6 +118,13 @@ class PeerTable:
             return PeerMismatch(f"no prefill node can be used: {said}")
         return PeerError(f"no prefill node can be reached: {said}")
 
+    async def first_look(self) -> None:
+        """Returns when every peer that is known by now was asked who it is, ready or not, or after FIRST_LOOK_S."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_LOOK_S):
+                for peer in self.peers:
+                    await peer.looked_at.wait()
+
     async def look_again(self, peer: Peer, limit_s: float) -> None:
         """Returns when the peer was asked who it is now, ready or not, or after limit_s seconds."""
         peer.ask_again("it was started anew")
@@ -145,6 +154,7 @@ class PeerTable:
             async with asyncio.TaskGroup() as group:
                 self._watch_new(group)
                 group.create_task(self._sources.watch(lambda targets: self._on_targets(group, targets)))
+                await asyncio.Event().wait()  # where there are no peers, too
         finally:
             for peer in self._by_target.values():
                 await peer.channel.close()

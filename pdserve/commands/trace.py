@@ -38,7 +38,8 @@ def main(argv: list[str]) -> int:
     if arguments.perfetto:
         _write(arguments.perfetto, json.dumps(trace_of(trace.rounds, nodes)))
         count = f"{len(trace.rounds):,} rounds"
-        print(f"{arguments.perfetto}: {count}; open it in https://ui.perfetto.dev", file=sys.stderr)
+        advice = "open it in https://ui.perfetto.dev" if trace.rounds else "none ran meanwhile, --last has earlier ones"
+        print(f"{arguments.perfetto}: {count}; {advice}", file=sys.stderr)
     return 0
 
 
@@ -124,10 +125,7 @@ class Trace:
         self._is_shown = is_shown
         self._is_live = is_live
         self._lost: dict[str, int] = {}
-        if is_shown:
-            for number, target in enumerate(nodes if len(nodes) > 1 else ()):
-                print(f"{letter(number)}: {target}")
-            print(HEADING)
+        self._has_heading = False
 
     def add(self, node: int, batch: RankRounds) -> None:
         new = noted(node, batch)
@@ -142,13 +140,24 @@ class Trace:
         if not self._is_live:
             self._show(sorted(self.rounds, key=lambda one: one.start_unix_us))
         if self._is_shown:
+            self._head()
             print(LEGEND)
         for name, count in self._lost.items():
             print(f"rank {name}: {count:,} rounds came too fast to be read", file=sys.stderr)
 
+    def _head(self) -> None:
+        """Once, as soon as a node has answered."""
+        if self._has_heading:
+            return
+        self._has_heading = True
+        for number, target in enumerate(self._nodes if len(self._nodes) > 1 else ()):
+            print(f"{letter(number)}: {target}")
+        print(HEADING)
+
     def _show(self, rounds: Sequence[Noted]) -> None:
         for one in rounds:
             if self._is_shown:
+                self._head()
                 print(line_of(one, len(self._nodes)))
             if self._json_file is not None:
                 print(json.dumps(figures(one, self._nodes[one.node])), file=self._json_file)

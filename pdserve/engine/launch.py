@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import suppress
 from typing import Literal, Protocol
 
 import msgspec
@@ -148,8 +149,9 @@ class RankProcess:
 
     @classmethod
     async def start(cls, spec: RankSpec) -> RankProcess:
-        # Threads that wait asleep: where another process has a core, one that spins keeps its partner from finishing.
-        waiting = {"OMP_WAIT_POLICY": "passive"}
+        # Threads wait asleep before long: where another process has a core, one that spins keeps its partner from
+        # finishing. Not at once, though: a round has some 200 parts, and waking for each takes twice the round.
+        waiting = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "20000"}
         # gloo listens where the machine's name leads, unless it is told an interface.
         interface = spec.grid.meeting.interface
         reachable = {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
@@ -181,7 +183,8 @@ class RankProcess:
             async with asyncio.timeout(timeout_s):
                 await self._process.wait()
         except TimeoutError:
-            self._process.kill()
+            with suppress(ProcessLookupError):  # it may have left in this very moment
+                self._process.kill()
             await self._process.wait()
 
 

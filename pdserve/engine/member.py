@@ -195,15 +195,19 @@ class Member:
         """The loop was heard no longer ago. Whoever relies on this calls `ask_for_life` more often than that."""
         return monotonic() - self._last_life_s <= within_s
 
+    def look_for_work(self) -> None:
+        """Whoever relies on `is_alive` calls this often: work is as old as the look that finds it."""
+        look = self._look()
+        if look is not None and look.cpu_s > self._cpu_s:
+            self._cpu_s, self._last_work_s = look.cpu_s, monotonic()
+
     def is_alive(self, within_s: float) -> bool:
         """It has shown life, or its thread was seen to compute, no longer ago; at once no more when it is stopped.
 
         The first round that takes far longer than any before it, on a machine that is suddenly busy, is told from a
         standstill by this. What computes and never ends is for those to find who wait for its results.
         """
-        look = self._look()
-        if look is not None and look.is_stopped:
+        if self.is_stopped:
             return False
-        if look is not None and look.cpu_s > self._cpu_s:
-            self._cpu_s, self._last_work_s = look.cpu_s, monotonic()
+        self.look_for_work()
         return self.has_shown_life(within_s) or monotonic() - self._last_work_s <= within_s

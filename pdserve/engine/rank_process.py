@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -15,11 +16,13 @@ from pdserve.engine.rank import RankLoop
 from pdserve.errors import StartupError
 from pdserve.telemetry import configure_logging
 
+log = logging.getLogger(__name__)
+
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Exit status 0 after Stop, 2 when it could not start."""
+    """Exit status 0 after Stop, 2 when it could not start, 3 when another process of its group is gone."""
     _end_with_parent()
     spec = read_spec(sys.stdin.buffer.read())
     configure_logging(spec.log_level, spec.log_format, spec.source)
@@ -42,7 +45,11 @@ def _run(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> int:
     if isinstance(loop := rank.loop, RankLoop):
         signal.signal(signal.SIGCONT, lambda *_: loop.pace.excuse())
     front.send(rank.ready)
-    rank.loop.run()
+    try:
+        rank.loop.run()
+    except (ConnectionError, TimeoutError) as error:
+        log.warning("in the middle of a round: %s; this process ends too", error)
+        return 3
     rank.close()
     return 0
 

@@ -100,6 +100,7 @@ class Ranks:
             await asyncio.sleep(LIFE_S)
             for member in self.members:
                 member.ask_for_life()
+                member.look_for_work()
             for waiting in self._who_wait_for_each_other():
                 silent = [member for member in waiting if not member.has_shown_life(stall_s)]
                 # Those who wait for one that is in a long forward say nothing and compute nothing.

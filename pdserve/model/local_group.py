@@ -75,7 +75,7 @@ class LocalGroup:
         start = self._write(flat)
         for number, link in self._peers:
             first, count = spans[number]
-            link.sendall(_WORD.pack(start + first * size, count))
+            self._say(number, link, _WORD.pack(start + first * size, count))
         own_first, own_count = spans[self._rank]
         parts = [flat[own_first : own_first + own_count]] * self.size
         for number, link in self._peers:
@@ -101,12 +101,18 @@ class LocalGroup:
         try:
             os.ftruncate(descriptor, 2 * self._half_bytes)
             slab = mmap.mmap(descriptor, 2 * self._half_bytes)
-            for _, link in self._peers:
-                socket.send_fds(link, [_WORD.pack(_NEW_SLAB, 0)], [descriptor])
+            for number, link in self._peers:
+                self._say(number, link, _WORD.pack(_NEW_SLAB, 0), descriptor)
         finally:
             os.close(descriptor)
         self._slabs[self._rank] = slab
         return slab
+
+    def _say(self, number: int, link: socket.socket, word: bytes, *descriptors: int) -> None:
+        try:
+            socket.send_fds(link, [word], descriptors)
+        except ConnectionError:
+            raise _gone(number) from None
 
     def _read(self, number: int, link: socket.socket, dtype: torch.dtype) -> Tensor:
         start, count = self._hear(number, link)
@@ -124,13 +130,19 @@ class LocalGroup:
             word, descriptors, _, _ = socket.recv_fds(link, _WORD.size, 1)
         except BlockingIOError:
             raise TimeoutError(f"rank {number} of the group says nothing") from None
+        except ConnectionError:
+            raise _gone(number) from None
         if len(word) != _WORD.size:
-            raise ConnectionError(f"rank {number} of the group is gone")
+            raise _gone(number)
         for descriptor in descriptors:
             self._slabs[number] = mmap.mmap(descriptor, 0)
             os.close(descriptor)
         start, count = _WORD.unpack(word)
         return start, count
+
+
+def _gone(number: int) -> ConnectionError:
+    return ConnectionError(f"rank {number} of the group is gone")
 
 
 def meet(directory: Path, name: str, rank: int, size: int, timeout_s: float, silence_s: float) -> LocalGroup:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -11,7 +12,10 @@ from torch import Tensor
 
 
 class RankGroup(Protocol):
-    """Every rank of the group makes the same calls in the same order. Owned by the loop thread."""
+    """Every rank of the group makes the same calls in the same order. Owned by the loop thread.
+
+    Calls raise ConnectionError where a rank is gone, TimeoutError where one says nothing for long.
+    """
 
     @property
     def size(self) -> int: ...
@@ -38,15 +42,27 @@ class DistributedGroup:
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.contiguous()  # gloo takes a strided tensor's memory as it lies
-        dist.all_reduce(x, group=self._group)
+        with _losses():
+            dist.all_reduce(x, group=self._group)
         return x
 
     def gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self._group)
+        with _losses():
+            dist.all_gather(parts, x.contiguous(), group=self._group)
         return parts
 
     def exchange(self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
         came = rows.new_empty((sum(num_received), *rows.shape[1:]))
-        dist.all_to_all_single(came, rows.contiguous(), list(num_received), list(num_sent), group=self._group)
+        with _losses():
+            dist.all_to_all_single(came, rows.contiguous(), list(num_received), list(num_sent), group=self._group)
         return came
+
+
+@contextmanager
+def _losses() -> Iterator[None]:
+    """torch.distributed has one error for all that can happen to a connection, with many lines."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(str(error).strip().partition("\n")[0]) from error

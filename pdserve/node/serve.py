@@ -142,8 +142,10 @@ class Life:
         parts = self._build(site)
         server = await self._server_of(parts, site)
         async with background(*parts.background, log_stats(parts, self._args.stats_interval_s)) as failed:
-            await server.set_serving(True)
-            await first_of(self._stop.first.wait(), site.ranks.lost.wait(), failed)
+            ends = (self._stop.first.wait, site.ranks.lost.wait)
+            await first_of(parts.before_serving(), *(end() for end in ends), failed)
+            await server.set_serving(not site.ranks.lost.is_set())
+            await first_of(*(end() for end in ends), failed)
             if site.ranks.lost.is_set():
                 await server.set_serving(False)
             elif self._stop.first.is_set():

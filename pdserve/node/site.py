@@ -63,13 +63,21 @@ class Site:
         return inference_service(InferenceServicer(generator, self.tokenizer, card, settings=settings))
 
 
+async def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What one kind of node is made of. background: runs for as long as the site stands."""
+    """What one kind of node is made of.
+
+    background: runs for as long as the site stands. before_serving: what it waits for then, for seconds at most.
+    """
 
     services: list[Service]
     loads: Callable[[], Awaitable[list[RankLoad]]]
     background: list[Coroutine[Any, Any, None]] = field(default_factory=list)
+    before_serving: Callable[[], Awaitable[None]] = _nothing
 
 
 Build = Callable[[Site], Parts]

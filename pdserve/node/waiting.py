@@ -55,6 +55,8 @@ async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.
     try:
         yield any_ended
     finally:
+        if any(task.done() and not task.cancelled() and task.exception() is None for task in tasks):
+            log.error("background work ended, which it should not: the node ends")
         for task in (*tasks, any_ended):
             task.cancel()
         for result in await asyncio.gather(*tasks, any_ended, return_exceptions=True):
