@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.engine import member as member_module
 from pdserve.engine import ranks as ranks_module
 from pdserve.engine.channel import FrontChannel, RankChannel
 from pdserve.engine.front import Rank
@@ -30,7 +31,7 @@ from pdserve.engine.messages import (
     ToRank,
     Wake,
 )
-from pdserve.engine.process_look import look_at
+from pdserve.engine.process_look import ProcessLook, look_at
 from pdserve.engine.ranks import Ranks
 from pdserve.errors import InvalidRequest, NotReady, QueueFull, RequestIdInUse, StartupError
 from pdserve.request import FUSED, RequestId, SamplingParams, TokenRequest
@@ -261,3 +262,45 @@ async def test_a_group_that_waits_for_one_that_computes_is_waited_for(
         await by_hand.ranks.lost.wait()
         await watching
     assert by_hand.ranks.lost_reason == "rank 1: no round was finished for 1 s"
+
+
+class LookedAt:
+    """A process whose first thread worked until some time ago, and which is stopped or waits since."""
+
+    def __init__(self, *, is_stopped: bool) -> None:
+        self._look = ProcessLook(is_stopped=is_stopped, cpu_s=100.0)
+
+    def look(self) -> ProcessLook:
+        return self._look
+
+    async def end(self, timeout_s: float) -> None:
+        pass
+
+
+async def test_work_of_before_the_silence_does_not_count_as_life(
+    by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group asleep that is woken while one of its ranks stands still."""
+    now = [1000.0]
+    monkeypatch.setattr(member_module, "monotonic", lambda: now[0])
+    waiting, stopped = (rank.members[0] for rank in by_hand.ranks._ranks[:2])
+    waiting._process, stopped._process = LookedAt(is_stopped=False), LookedAt(is_stopped=True)  # type: ignore[assignment]
+    for member in (waiting, stopped):
+        member._last_life_s = 1000.0
+        member.look_for_work()
+    now[0] = 1029.0
+    assert waiting.is_alive(30.0)
+    now[0] = 1031.0
+    assert not waiting.is_alive(30.0)
+    assert not stopped.is_alive(30.0)
+
+
+async def test_a_process_that_leaves_as_it_is_ended_is_no_error() -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+
+    def kill() -> None:
+        raise ProcessLookupError
+
+    process.kill = kill  # type: ignore[method-assign]
+    await RankProcess(process).end(0.0)
+    assert process.returncode == 0

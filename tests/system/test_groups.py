@@ -165,6 +165,7 @@ def test_a_killed_process_fails_the_groups_requests_at_once_and_the_group_comes_
                     list(stream)
         wait_for(lambda: "serving again with a new rank" in node.log, lambda: node.log)
         wait_for(node.process.is_serving, lambda: node.log)
+        assert "Traceback" not in node.log
         assert not set(pids) & set(children(node.process.pid))
         prompt = prompt_of(50)
         answer = node.ask(prompt, NUM_NEW)
