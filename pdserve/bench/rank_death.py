@@ -45,8 +45,8 @@ NUM_BEFORE = 8
 START_S, END_S, POLL_S = 120.0, 60.0, 0.01
 GATE: Mapping[str, Any] = {"prefill_attempt_interval": 4, "prefill_any_attempt_interval": 16}
 GRIDS: Mapping[str, Mapping[str, Any]] = {
-    "4 data-parallel ranks, gate": {"data_parallel_size": 4, **GATE},
-    "2 data-parallel ranks of 2 processes, gate": {"data_parallel_size": 2, "tensor_parallel_size": 2, **GATE},
+    "dp 4, gate": {"data_parallel_size": 4, **GATE},
+    "dp 2, tp 2, gate": {"data_parallel_size": 2, "tensor_parallel_size": 2, **GATE},
 }
 
 
@@ -163,8 +163,8 @@ def run(model: Path, repeats: int) -> list[Death]:
 
 def show(deaths: Sequence[Death], console: Console) -> None:
     """Medians and the worst of each grid."""
-    columns = ("kills", "callers told", "NOT_SERVING", "SERVING again", "errors", "wrong after", "leaked blocks")
-    table = Table("seconds: median, worst", *columns, box=SIMPLE)
+    columns = ("kills", "told", "NOT_SERVING", "SERVING", "errors", "wrong", "leaked")
+    table = Table("median, worst in s", *columns, box=SIMPLE)
     for grid in GRIDS:
         mine = [death for death in deaths if death.grid == grid]
         errors = sum((Counter(death.errors) for death in mine), Counter[str]())
@@ -182,7 +182,7 @@ def show(deaths: Sequence[Death], console: Console) -> None:
 
 
 def _spread(times_s: Sequence[float]) -> str:
-    return f"{statistics.median(times_s):.3f}, {max(times_s):.3f}"
+    return f"{statistics.median(times_s):.2f}, {max(times_s):.2f}"
 
 
 def main() -> int:
