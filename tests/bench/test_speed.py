@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.bench.listening import Heard
 from pdserve.bench.policy_runs import Model
+from pdserve.bench.speed import arguments
 from pdserve.bench.speed import engine as command
 from pdserve.bench.speed.cells import CELLS, QUICK, Cell
 from pdserve.bench.speed.in_process import Engine, Profile
@@ -74,8 +75,8 @@ def test_quality_is_that_of_the_text_s_tokens(tiny_engine: Engine) -> None:
 def test_the_command_prints_a_table_and_writes_the_figures(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "CELLS", (Cell("one", 1, 30, 1), Cell("two", 2, 10, 5)))
-    monkeypatch.setattr(command, "QUICK", ("one", "two"))
+    monkeypatch.setattr(arguments, "CELLS", (Cell("one", 1, 30, 1), Cell("two", 2, 10, 5)))
+    monkeypatch.setattr(arguments, "QUICK", ("one", "two"))
     monkeypatch.setattr(command.Model, "of", lambda directory: model)
     file = tmp_path / "figures.json"
     words = ["engine", "--model", str(model.directory), "--repeats", "1", "--threads", "1", "--json", str(file)]

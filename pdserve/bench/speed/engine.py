@@ -7,14 +7,14 @@ import resource
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import get_args
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from pdserve.bench.policy_runs import Model
-from pdserve.bench.speed.cells import CELLS, QUICK, Cell
+from pdserve.bench.speed.arguments import chosen_cells, speed_parser
+from pdserve.bench.speed.cells import Cell
 from pdserve.bench.speed.in_process import Engine, Profile
 from pdserve.commands.arguments import whole
 from pdserve.commands.tables import write_json
@@ -50,7 +50,7 @@ class Form:
 def main(argv: list[str]) -> int:
     """0."""
     arguments = _parser().parse_args(argv)
-    cells = [cell for cell in CELLS if cell.name in (arguments.cells or QUICK)]
+    cells = chosen_cells(arguments)
     console = Console(highlight=False, stderr=arguments.json == "-")
     with show_progress() as progress:
         model = Model.of(hub.resolve(arguments.model, progress=progress))
@@ -116,26 +116,7 @@ def _show(forms: Sequence[Form], console: Console) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pdserve bench engine", description=__doc__.partition(": ")[2])
-    parser.add_argument("--model", default="smollm2", help="as `pdserve serve` takes it (default: %(default)s)")
-    forms = get_args(Quantization)
-    parser.add_argument("--quantization", nargs="+", choices=forms, default=["fp32"], help="default: fp32")
-    parser.add_argument(
-        "--threads",
-        type=whole("--threads", least=1, most=1024),
-        default=num_cores(),
-        metavar="N",
-        help="default: %(default)s",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=whole("--repeats", least=1, most=100),
-        default=3,
-        metavar="N",
-        help="the median counts (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--cells", nargs="+", choices=[cell.name for cell in CELLS], metavar="CELL", help=f"default: {', '.join(QUICK)}"
-    )
-    parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON; - is standard output")
+    parser = speed_parser("engine", __doc__.partition(": ")[2])
+    threads = whole("--threads", least=1, most=1024)
+    parser.add_argument("--threads", type=threads, default=num_cores(), metavar="N", help="default: %(default)s")
     return parser

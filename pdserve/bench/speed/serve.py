@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -15,11 +15,10 @@ from rich.table import Table
 
 from pdserve.bench.deployed import Deployed, fused, pair
 from pdserve.bench.policy_runs import Model
-from pdserve.bench.speed.cells import CELLS, QUICK, Cell
-from pdserve.commands.arguments import whole
+from pdserve.bench.speed.arguments import chosen_cells, speed_parser
+from pdserve.bench.speed.cells import Cell
 from pdserve.commands.tables import write_json
 from pdserve.model import hub
-from pdserve.model.matrices import Quantization
 from pdserve.model.progress import show_progress
 from pdserve.node_process import interrupted_by_sigterm
 
@@ -39,7 +38,7 @@ class Row:
 def main(argv: list[str]) -> int:
     """0."""
     arguments = _parser().parse_args(argv)
-    cells = [cell for cell in CELLS if cell.name in (arguments.cells or QUICK)]
+    cells = chosen_cells(arguments)
     kinds = [(name, form) for form in arguments.quantization for name in arguments.deployments]
     rows: list[Row] = []
     console = Console(highlight=False, stderr=arguments.json == "-")
@@ -77,10 +76,7 @@ def _show(rows: Sequence[Row], console: Console) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pdserve bench serve", description=__doc__.partition(": ")[2])
-    parser.add_argument("--model", default="smollm2", help="as `pdserve serve` takes it (default: %(default)s)")
-    forms = get_args(Quantization)
-    parser.add_argument("--quantization", nargs="+", choices=forms, default=["fp32"], help="default: fp32")
+    parser = speed_parser("serve", __doc__.partition(": ")[2])
     parser.add_argument(
         "--deployments",
         nargs="+",
@@ -88,15 +84,4 @@ def _parser() -> argparse.ArgumentParser:
         default=list(DEPLOYMENTS),
         help="one node with all cores; a prefill and a decode node with a core each (default: both)",
     )
-    parser.add_argument(
-        "--repeats",
-        type=whole("--repeats", least=1, most=100),
-        default=3,
-        metavar="N",
-        help="the median counts (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--cells", nargs="+", choices=[cell.name for cell in CELLS], metavar="CELL", help=f"default: {', '.join(QUICK)}"
-    )
-    parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON; - is standard output")
     return parser
