@@ -10,7 +10,16 @@ from pydantic import ValidationError
 
 from pdserve.config import environment, flags, policy, rules, sources
 from pdserve.config.environment import cache_dir
-from pdserve.config.fields import FIELDS, DecodeFallback, LoadBalanceMethod, OnRankDeath, Role, Settings, flag_name
+from pdserve.config.fields import (
+    FIELDS,
+    DecodeFallback,
+    LoadBalanceMethod,
+    OnRankDeath,
+    Quantization,
+    Role,
+    Settings,
+    flag_name,
+)
 from pdserve.config.peer_address import join_address, split_address
 from pdserve.config.policy import CadenceSettings, FillSettings, PrefillDelay, policy_line
 from pdserve.faults import ConfigError, Fault, shown, unless_about
@@ -24,6 +33,7 @@ __all__ = [
     "LoadBalanceMethod",
     "OnRankDeath",
     "PrefillDelay",
+    "Quantization",
     "Role",
     "ServerArgs",
     "cache_dir",

@@ -19,6 +19,10 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+# What weights are kept as. fp32: as they are. int8, int4: codes of so many bits, and activations of 8.
+Quantization = Literal["fp32", "int8", "int4"]
+
+
 class DecodeFallback(StrEnum):
     """What a decode node does with a prompt that no peer can prefill."""
 
@@ -76,7 +80,7 @@ class Settings(BaseModel):
         Literal["float32"], Flag(MODEL, "type of KV and arithmetic, and of weights that are not quantised")
     ] = "float32"
     quantization: Annotated[
-        Literal["fp32", "int8", "int4"],
+        Quantization,
         Flag(MODEL, "what weights are kept as: exact, or as 8 or 4 bits, which are faster and round a little"),
     ] = "fp32"
     max_model_len: Annotated[Count | None, Flag(MODEL, "longest prompt + answer in tokens (default: the model's)")] = (

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import suppress
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
 
+from pdserve.config import Quantization
 from pdserve.config.environment import without_settings
 from pdserve.engine.process_look import ProcessLook, look_at
 from pdserve.errors import StartupError
@@ -108,7 +109,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     max_num_seqs: int
     chunked_prefill_size: int
     max_model_len: int | None
-    quantization: Literal["fp32", "int8", "int4"]
+    quantization: Quantization
     enable_mixed_batch: bool
     prefix_caching: bool
     max_outstanding_transfers: int | None

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.config import Quantization
 from pdserve.kv.storage import KVStorage
 from pdserve.model.attention import Attention, build_attention
 from pdserve.model.batch import Batch, Ints, SlotTable
 from pdserve.model.collectives import Alone, Collectives
 from pdserve.model.layer_ops import build_ops
 from pdserve.model.llama import Llama
-from pdserve.model.matrices import Matrices, Quantization
+from pdserve.model.matrices import Matrices
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.progress import Progress, no_progress
 from pdserve.model.slices import slices_of

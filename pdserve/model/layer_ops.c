@@ -3,36 +3,18 @@
 
 #include <math.h>
 #include <stdint.h>
-#include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
+#include "exponential.h"
+
 /* Sums are taken in so many parts, always the same ones, so that they vectorise without a licence to reorder. */
 #define PARTS 16
 /* Fewer values than this are over before a second thread is awake. */
 #define FEW_VALUES 32768
 
-/* e^x to about 2e-7 relative, 0 below -87 and the largest power above 88. Branch-free, so that loops vectorise. */
-INLINE float exponential(float x) {
-    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, held in the low bits */
-    float clamped = x < -87.0f ? -87.0f : x;
-    clamped = clamped > 88.0f ? 88.0f : clamped;
-    const float shifted = clamped * 1.44269504f + shift;
-    int32_t bits;
-    memcpy(&bits, &shifted, 4);
-    const float n = shifted - shift;
-    float r = clamped - n * 0.693359375f; /* ln 2 in two parts */
-    r = r + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const int32_t power = (int32_t)((uint32_t)(bits - 0x4B400000 + 127) << 23);
-    float two_to_n;
-    memcpy(&two_to_n, &power, 4);
-    return p * two_to_n;
+/* e^x, held between the powers that float32 has. */
+INLINE float held_exponential(float x) {
+    const float held = x < -87.0f ? -87.0f : x;
+    return exponential(held > 88.0f ? 88.0f : held);
 }
 
 INLINE float sum_of_squares(const float *x, int64_t width) {
@@ -85,6 +67,6 @@ void pdserve_silu_and_multiply(const float *x, float *out, int64_t rows, int64_t
         const float *gate = x + row * 2 * width, *up = gate + width;
         float *to = out + row * width;
 #pragma omp simd
-        for (int64_t i = 0; i < width; i++) to[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
+        for (int64_t i = 0; i < width; i++) to[i] = gate[i] / (1.0f + held_exponential(-gate[i])) * up[i];
     }
 }

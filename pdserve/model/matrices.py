@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from pdserve.config import Quantization
 from pdserve.model.layer_ops import TORCH_OPS, LayerOps
 from pdserve.model.linear import Linear
 from pdserve.model.quantized_linear import Bits, QuantizedLinear, load_kernel
-
-# fp32: as they are. int8, int4: codes of so many bits, and activations of 8.
-Quantization = Literal["fp32", "int8", "int4"]
 
 
 class Matrix(Protocol):

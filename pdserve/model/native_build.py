@@ -1,8 +1,8 @@
 """The model's C kernels, built on first use with the machine's own compiler.
 
-A library is kept in a cache directory under a name made of its source, flags, compiler and CPU, so that it's built
-once; several processes may build at once, the last rename wins. It uses the OpenMP runtime that torch has loaded, as
-two of them in one process fight for the cores.
+A library is kept in a cache directory under a name made of its source, headers, flags, compiler and CPU, so that it's
+built once; several processes may build at once, the last rename wins. It uses the OpenMP runtime that torch has loaded,
+as two of them in one process fight for the cores.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 
 BUILD_TIMEOUT_S = 120
+# What the kernels include.
+HEADERS = Path(__file__).parent
 
 
 class NativeUnavailable(Exception):
@@ -41,7 +43,8 @@ def build_library(source: Path, cache_dir: Path, compiler: str = "cc", *extra_fl
     """
     flags = (*compile_flags(), *extra_flags)
     digest = hashlib.sha256()
-    for part in (source.read_bytes(), " ".join((compiler, *flags)).encode(), _cpu().encode(), _openmp().encode()):
+    texts = [path.read_bytes() for path in (source, *sorted(HEADERS.glob("*.h")))]
+    for part in (*texts, " ".join((compiler, *flags)).encode(), _cpu().encode(), _openmp().encode()):
         digest.update(hashlib.sha256(part).digest())
     library = cache_dir / f"{digest.hexdigest()[:24]}.so"
     if library.exists():
@@ -50,7 +53,7 @@ def build_library(source: Path, cache_dir: Path, compiler: str = "cc", *extra_fl
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
             built, linked = Path(scratch, "kernel.o"), Path(scratch, "kernel.so")
-            _compile(compiler, *flags, "-c", "-o", str(built), str(source))
+            _compile(compiler, *flags, f"-I{HEADERS}", "-c", "-o", str(built), str(source))
             # -fopenmp here would link the compiler's own OpenMP runtime.
             _compile(compiler, "-shared", "-o", str(linked), str(built), _openmp(), "-lm")
             os.replace(linked, library)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdserve.config import Quantization
 from pdserve.model.linear import Linear
-from pdserve.model.matrices import UNQUANTISED, Matrices, Quantization
+from pdserve.model.matrices import UNQUANTISED, Matrices
 from pdserve.model.quantized_linear import QuantizedLinear
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.model import native_build
 from pdserve.model.native_build import NativeUnavailable, build_library, load_library
 
 
@@ -32,6 +33,17 @@ def test_each_source_and_each_flag_has_a_library_of_its_own(source: Path, tmp_pa
     source.write_text("int answer(void) { return 43; }\n")
     assert load_library(source, "answer", directory, "cc").answer() == 43
     assert len(list(directory.iterdir())) == 3
+
+
+def test_a_header_that_changes_has_it_built_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_build, "HEADERS", tmp_path)
+    header, directory = tmp_path / "answer.h", tmp_path / "native"
+    source.write_text('#include "answer.h"\nint answer(void) { return ANSWER; }\n')
+    for answer in (44, 45):
+        header.write_text(f"#define ANSWER {answer}\n")
+        assert load_library(source, "answer", directory, "cc").answer() == answer
 
 
 @pytest.mark.parametrize(

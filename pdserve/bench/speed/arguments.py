@@ -7,7 +7,7 @@ from typing import get_args
 
 from pdserve.bench.speed.cells import CELLS, QUICK, Cell
 from pdserve.commands.arguments import whole
-from pdserve.model.matrices import Quantization
+from pdserve.config import Quantization
 
 
 def speed_parser(name: str, description: str) -> argparse.ArgumentParser:

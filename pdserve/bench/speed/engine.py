@@ -18,9 +18,9 @@ from pdserve.bench.speed.cells import Cell
 from pdserve.bench.speed.in_process import Engine, Profile
 from pdserve.commands.arguments import whole
 from pdserve.commands.tables import write_json
+from pdserve.config import Quantization
 from pdserve.config.environment import num_cores
 from pdserve.model import hub
-from pdserve.model.matrices import Quantization
 from pdserve.model.progress import Progress, show_progress
 
 # Of the text that the quality is taken from.

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pdserve.bench.listening import Call, Heard
-from pdserve.config import cache_dir
+from pdserve.config import Quantization, cache_dir
 from pdserve.kv.storage import KVStorage
 from pdserve.model.attention.native_cpu import NativeAttention
 from pdserve.model.attention.torch_cpu import TorchAttention
 from pdserve.model.batch import SlotTable
 from pdserve.model.linear import Linear
-from pdserve.model.matrices import Quantization
 from pdserve.model.model_config import read_config
 from pdserve.model.quantized_linear import QuantizedLinear
+from pdserve.model.runner import RoundResult
 from pdserve.model.sampler import Sampler
 from pdserve.model.torch_runner import TorchRunner, load
 from pdserve.request import RequestId, SamplingParams, TokenRequest
 from pdserve.scheduler.config import SchedulerConfig
-from pdserve.scheduler.plan import StepDone, Submission, TokenDrawn
+from pdserve.scheduler.plan import Outcome, StepDone, Submission, TokenDrawn
 from pdserve.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 64
@@ -125,8 +125,9 @@ class Engine:
         called_s = time.monotonic()
         arrivals_s: dict[RequestId, list[float]] = {request_id: [] for request_id in requests}
         while scheduler.has_work:
-            for request_id in self._round(scheduler, requests):
-                arrivals_s[request_id].append(time.monotonic())
+            for outcome in self._round(scheduler, requests)[1]:
+                if isinstance(outcome, TokenDrawn):
+                    arrivals_s[outcome.request_id].append(time.monotonic())
         return [Heard(call.number, called_s, tuple(arrivals_s[RequestId(str(call.number))])) for call in calls]
 
     def nll(self, tokens: Sequence[int]) -> float:
@@ -137,23 +138,20 @@ class Engine:
         scheduler.submit(Submission(request.request_id, request.prompt, 1, reads_prefix_cache=False))
         logprobs: list[float] = []
         while scheduler.has_work:
-            plan = scheduler.plan()
-            for start in plan.starts:
-                self._runner.start(start, request)
-            result = self._runner.execute(plan)
+            result, _ = self._round(scheduler, {request.request_id: request})
             logprobs += [entry.logprob for entry in result.prompt_logprobs.get(request.request_id, ())]
-            scheduler.advance([StepDone(plan.round_id, result.tokens)])
         assert len(logprobs) == len(tokens) - 1, (len(logprobs), len(tokens))
         return -sum(logprobs) / len(logprobs)
 
-    def _round(self, scheduler: Scheduler, requests: dict[RequestId, TokenRequest]) -> list[RequestId]:
-        """Whose answers have one more token."""
+    def _round(
+        self, scheduler: Scheduler, requests: Mapping[RequestId, TokenRequest]
+    ) -> tuple[RoundResult, Sequence[Outcome]]:
         start_s = time.perf_counter()
         plan = scheduler.plan()
         for start in plan.starts:
             self._runner.start(start, requests[start.request_id])
-        tokens = self._runner.execute(plan).tokens if plan.batch_size else []
-        outcomes = scheduler.advance([StepDone(plan.round_id, tokens)])
+        result = self._runner.execute(plan)
+        outcomes = scheduler.advance([StepDone(plan.round_id, result.tokens)])
         self.profile.rounds_s += time.perf_counter() - start_s
         self.profile.num_rounds += 1
-        return [outcome.request_id for outcome in outcomes if isinstance(outcome, TokenDrawn)]
+        return result, outcomes

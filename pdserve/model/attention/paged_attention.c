@@ -16,6 +16,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "exponential.h"
+
 #define MAX_LINES 64     /* lines of a tile */
 #define MAX_HEAD_DIM 256 /* both limits are checked in native_cpu.py */
 #define MAX_KEYS 64      /* keys handled at a time */
@@ -38,7 +40,6 @@
 
 typedef float vec __attribute__((vector_size(VEC_BYTES), aligned(4), may_alias));
 
-#define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
     int64_t first_token;    /* of the tile, in the flat batch */
@@ -90,27 +91,10 @@ typedef struct {
 /* A maximum before the first key; finite, so that differences of two of them are 0 and not NaN. */
 static const float NO_MAXIMUM = -1e30f;
 
-/* e^x for x <= 0 to about 1e-7 relative; 0 below -87. Branch-free, so that loops over it vectorise. */
+/* e^x for x <= 0; 0 below -87. */
 INLINE float exp_nonpositive(float x) {
-    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, held in the low bits */
-    float clamped = x < -87.0f ? -87.0f : x;
-    float shifted = clamped * 1.44269504f + shift;
-    int32_t bits;
-    memcpy(&bits, &shifted, 4);
-    float n = shifted - shift;
-    float r = clamped - n * 0.693359375f; /* ln 2 in two parts */
-    r = r + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    int32_t power = (int32_t)((uint32_t)(bits - 0x4B400000 + 127) << 23);
-    float two_to_n;
-    memcpy(&two_to_n, &power, 4);
-    return x < -87.0f ? 0.0f : p * two_to_n;
+    const float found = exponential(x < -87.0f ? -87.0f : x);
+    return x < -87.0f ? 0.0f : found;
 }
 
 /* ------------------------------------------------------------------ the matrix multiply both products use */
