@@ -18,6 +18,8 @@ pytestmark = pytest.mark.system
 
 # More than is ever reached: the answer is running for as long as the test needs it to.
 ENDLESS = 12_000
+# Seconds of rounds, so that it is running when its node is stopped after the first token; it ends once that goes on.
+LONG = 1_000
 
 
 def long_answer(client: Client, max_new_tokens: int = ENDLESS) -> Stream:
@@ -39,7 +41,7 @@ def test_a_node_is_not_serving_until_it_answers(nodes: Nodes) -> None:
 def test_sigterm_lets_a_running_answer_finish_and_refuses_new_ones(nodes: Nodes) -> None:
     node = nodes.start(Role.FUSED)
     with node.client() as client:
-        stream = long_answer(client, max_new_tokens=64)
+        stream = long_answer(client, max_new_tokens=LONG)
         os.kill(node.rank_pid, signal.SIGSTOP)  # so that the answer is still running when the others have been asked
         node.process.ask_to_stop()
         wait_for(lambda: not node.process.is_serving(), lambda: node.log)
@@ -48,7 +50,7 @@ def test_sigterm_lets_a_running_answer_finish_and_refuses_new_ones(nodes: Nodes)
         os.kill(node.rank_pid, signal.SIGCONT)
         pieces = list(stream)
     assert pieces[-1].finish is FinishReason.LENGTH
-    assert pieces[-1].usage.num_completion_tokens == 64
+    assert pieces[-1].usage.num_completion_tokens == LONG
     assert node.wait_until_ended() == 0
     assert "Traceback" not in node.log
 
