@@ -20,6 +20,7 @@ from pdserve.model.layer_ops import build_ops
 from pdserve.model.llama import Llama
 from pdserve.model.matrices import Matrices
 from pdserve.model.model_config import ModelConfig
+from pdserve.model.native_layers import build_layers
 from pdserve.model.progress import Progress, no_progress
 from pdserve.model.slices import slices_of
 from pdserve.model.weights import load_weights
@@ -145,4 +146,5 @@ def load_forward(
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     slot_table = SlotTable(max_slots, max_model_len, storage.layout.block_size)
-    return RoundForward(Llama(config, weights, attention, collectives, ops), attention, slot_table)
+    native = build_layers(config, weights, attention, ops, collectives.shard, cache_dir)
+    return RoundForward(Llama(config, weights, attention, collectives, ops, native), attention, slot_table)

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.model.layers import rms_norm, rotate
-from pdserve.model.native_build import NativeUnavailable, load_library
+from pdserve.model.native_build import KERNELS, NativeUnavailable, load_library
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCE = KERNELS / "layer_ops.c"
 
 
 class LayerOps(Protocol):
@@ -27,6 +27,9 @@ class LayerOps(Protocol):
 
     def add_and_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """x [rows, width] += delta, in place; then layers.rms_norm of it."""
+
+    def norm_heads(self, heads: Tensor, weights: Tensor, eps: float) -> Tensor:
+        """layers.rms_norm of heads [rows, heads, head_dim], which may be overwritten; weights [heads, head_dim]."""
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """layers.rotate of heads [rows, heads, head_dim], which may be overwritten."""
@@ -42,6 +45,9 @@ class TorchOps:
         if delta is not None:
             x += delta
         return rms_norm(x, weight, eps)
+
+    def norm_heads(self, heads: Tensor, weights: Tensor, eps: float) -> Tensor:
+        return rms_norm(heads, weights, eps)
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate(heads, cos, sin)
@@ -60,11 +66,13 @@ class NativeOps:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self._add_and_norm = library.pdserve_add_and_norm
         self._add_and_norm.argtypes = [pointer, pointer, pointer, pointer, count, count, ctypes.c_float, count]
+        self._norm_heads = library.pdserve_norm_heads
+        self._norm_heads.argtypes = [pointer, count, pointer, count, count, count, ctypes.c_float, count]
         self._rotate = library.pdserve_rotate
         self._rotate.argtypes = [pointer, count, pointer, pointer, count, count, count, count]
         self._silu_and_multiply = library.pdserve_silu_and_multiply
         self._silu_and_multiply.argtypes = [pointer, pointer, count, count, count]
-        for function in (self._add_and_norm, self._rotate, self._silu_and_multiply):
+        for function in (self._add_and_norm, self._norm_heads, self._rotate, self._silu_and_multiply):
             function.restype = None
 
     def add_and_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -76,6 +84,13 @@ class NativeOps:
         pointers = x.data_ptr(), added, weight.data_ptr(), normed.data_ptr()
         self._add_and_norm(*pointers, len(x), x.shape[1], eps, torch.get_num_threads())
         return normed
+
+    def norm_heads(self, heads: Tensor, weights: Tensor, eps: float) -> Tensor:
+        assert heads.stride()[1:] == (heads.shape[2], 1), heads.stride()
+        assert weights.is_contiguous(), weights.stride()
+        pointers = heads.data_ptr(), heads.stride(0), weights.data_ptr()
+        self._norm_heads(*pointers, *heads.shape, eps, torch.get_num_threads())
+        return heads
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         num_rows, num_heads, head_dim = heads.shape

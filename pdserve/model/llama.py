@@ -8,8 +8,9 @@ from torch import Tensor
 from pdserve.model.attention.base import Attention
 from pdserve.model.collectives import Alone, Collectives
 from pdserve.model.layer_ops import TORCH_OPS, LayerOps
-from pdserve.model.layers import RotaryTable, rms_norm
+from pdserve.model.layers import RotaryTable
 from pdserve.model.model_config import ModelConfig
+from pdserve.model.native_layers import NativeLayers
 from pdserve.model.slices import slices_of
 from pdserve.model.weights import LayerWeights, ModelWeights
 
@@ -24,12 +25,15 @@ class Llama:
         attention: Attention,
         collectives: Collectives | None = None,
         ops: LayerOps = TORCH_OPS,
+        native: NativeLayers | None = None,
     ) -> None:
-        """weights: what `collectives.shard` holds of them; attention: over that rank's heads."""
+        """weights: what `collectives.shard` holds of them; attention: over that rank's heads. native: its layers in one
+        call; None computes them step by step."""
         self._config = config
         self._weights = weights
         self._attention = attention
         self._ops = ops
+        self._native = native
         self._collectives: Collectives = collectives or Alone()
         self._slices = slices_of(config, self._collectives.shard)
         self._rotary = RotaryTable(config.rope, config.head_dim)
@@ -39,6 +43,10 @@ class Llama:
         cos, sin = self._rotary.at(positions)
         x = self._embed(tokens)
         self._collectives.begin_forward(x)
+        return self._step_by_step(x, cos, sin) if self._native is None else self._native.run(x, cos, sin)
+
+    def _step_by_step(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The layers and the last norm. x is overwritten."""
         delta = None
         for index, layer in enumerate(self._weights.layers):
             delta = self._attend(index, layer, self._add_and_norm(x, delta, layer.input_norm), cos, sin)
@@ -77,6 +85,6 @@ class Llama:
         heads = qkv.view(len(qkv), -1, config.head_dim)  # [num_tokens, q heads then k heads then v heads, head_dim]
         qk, v = heads.tensor_split((num_heads + num_kv_heads,), dim=1)
         if layer.qk_norm is not None:
-            qk = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
+            qk = self._ops.norm_heads(qk, layer.qk_norm, config.rms_norm_eps)
         q, k = self._ops.rotate(qk, cos, sin).tensor_split((num_heads,), dim=1)
         return self._collectives.add_up(layer.attention_output(self._attention.run(index, q, k, v)))

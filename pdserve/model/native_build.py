@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 
 BUILD_TIMEOUT_S = 120
-# What the kernels include.
-HEADERS = Path(__file__).parent
+# The sources, and what they include.
+KERNELS = Path(__file__).parent / "kernels"
 
 
 class NativeUnavailable(Exception):
@@ -43,7 +43,7 @@ def build_library(source: Path, cache_dir: Path, compiler: str = "cc", *extra_fl
     """
     flags = (*compile_flags(), *extra_flags)
     digest = hashlib.sha256()
-    texts = [path.read_bytes() for path in (source, *sorted(HEADERS.glob("*.h")))]
+    texts = [path.read_bytes() for path in (source, *sorted(KERNELS.glob("*.h")))]
     for part in (*texts, " ".join((compiler, *flags)).encode(), _cpu().encode(), _openmp().encode()):
         digest.update(hashlib.sha256(part).digest())
     library = cache_dir / f"{digest.hexdigest()[:24]}.so"
@@ -53,7 +53,7 @@ def build_library(source: Path, cache_dir: Path, compiler: str = "cc", *extra_fl
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
             built, linked = Path(scratch, "kernel.o"), Path(scratch, "kernel.so")
-            _compile(compiler, *flags, f"-I{HEADERS}", "-c", "-o", str(built), str(source))
+            _compile(compiler, *flags, f"-I{KERNELS}", "-c", "-o", str(built), str(source))
             # -fopenmp here would link the compiler's own OpenMP runtime.
             _compile(compiler, "-shared", "-o", str(linked), str(built), _openmp(), "-lm")
             os.replace(linked, library)

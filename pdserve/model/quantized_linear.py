@@ -1,4 +1,4 @@
-"""Matrices of 4 or 8 bits, multiplied by a C kernel that brings the activations to 8 bits (quantized_linear.c).
+"""Matrices of 4 or 8 bits, multiplied by a C kernel that brings the activations to 8 bits (kernels/quantized_linear.h).
 
 Decoding reads every weight once a round, so that it costs what the bytes cost: with 4 bits, less than a sixth of
 float32's. Prompts gain as an instruction multiplies four bytes where it multiplied one float.
@@ -24,14 +24,14 @@ from torch import Tensor
 
 from pdserve.errors import StartupError
 from pdserve.model.linear import Linear
-from pdserve.model.native_build import NativeUnavailable, load_library
+from pdserve.model.native_build import KERNELS, NativeUnavailable, load_library
 
 log = logging.getLogger(__name__)
 
 Bits = Literal[4, 8]
 
-SOURCE = Path(__file__).with_name("quantized_linear.c")
-# As quantized_linear.c has them.
+SOURCE = KERNELS / "quantized_linear.c"
+# As quantized_linear.h has them.
 GROUP = 32
 TILE = 16
 ROW_BLOCK = 8
@@ -40,8 +40,8 @@ ACTIVATION_BYTES = GROUP + 8  # of a group of a row: codes, scale, sum
 ROWS_AT_A_TIME = 4096
 
 
-class _Matrix(ctypes.Structure):
-    """matrix_t of quantized_linear.c, field by field."""
+class PackedMatrix(ctypes.Structure):
+    """matrix_t of quantized_linear.h, field by field."""
 
     _fields_ = [
         ("tiles", ctypes.c_void_p),
@@ -62,14 +62,14 @@ class Kernel:
         library = load_library(SOURCE, "pdserve_quantized_linear", cache_dir / "native", compiler, *extra_flags)
         self._run = library.pdserve_quantized_linear
         pointer, count = ctypes.c_void_p, ctypes.c_int64
-        self._run.argtypes = [ctypes.POINTER(_Matrix), pointer, count, count, pointer, pointer, count]
+        self._run.argtypes = [ctypes.POINTER(PackedMatrix), pointer, count, count, pointer, pointer, count]
         self._run.restype = None
         library.pdserve_quantized_linear_instructions.restype = ctypes.c_char_p
         # What it uses of the CPU: avx512-vnni, avx-vnni, avx2, plain.
         self.instructions: str = library.pdserve_quantized_linear_instructions().decode()
 
-    def multiply(self, matrix: _Matrix, x: Tensor, out: Tensor, scratch: Tensor) -> None:
-        """x [rows, in] float32, a row's values together; out [rows, out], scratch as quantized_linear.c says."""
+    def multiply(self, matrix: PackedMatrix, x: Tensor, out: Tensor, scratch: Tensor) -> None:
+        """x [rows, in] float32, a row's values together; out [rows, out], scratch as quantized_linear.h says."""
         pointers = out.data_ptr(), scratch.data_ptr()
         self._run(matrix, x.data_ptr(), x.stride(0), len(x), *pointers, torch.get_num_threads())
 
@@ -101,7 +101,7 @@ class QuantizedLinear:
         self._tiles = tiles_of(quantized)
         num_tiles, num_groups, _ = self._tiles.shape
         self._bias = None if bias is None else F.pad(bias.float(), (0, num_tiles * TILE - self._num_out))
-        self._matrix = _Matrix(
+        self._packed = PackedMatrix(
             tiles=self._tiles.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(),
             bits=bits,
@@ -116,6 +116,15 @@ class QuantizedLinear:
         """Of the weights as they are kept."""
         return self._tiles.nbytes if self._kernel else 4 * self._num_out * self._num_in
 
+    @property
+    def packed(self) -> PackedMatrix | None:
+        """What a kernel takes, which lives as long as this does; None where torch multiplies."""
+        return self._packed if self._kernel else None
+
+    def scratch_bytes(self, num_rows: int) -> int:
+        """That the kernel needs for the activations."""
+        return -(-num_rows // ROW_BLOCK) * ROW_BLOCK * -(-self._num_in // GROUP) * ACTIVATION_BYTES
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, in] -> [rows, out]."""
         assert x.dtype == torch.float32, x.dtype
@@ -125,10 +134,8 @@ class QuantizedLinear:
             return self._plain(x)
         if x.stride(1) != 1:
             x = x.contiguous()
-        num_groups = -(-self._num_in // GROUP)
-        num_scratch = -(-len(x) // ROW_BLOCK) * ROW_BLOCK * num_groups * ACTIVATION_BYTES
-        out, scratch = x.new_empty(len(x), self._num_out), torch.empty(num_scratch, dtype=torch.uint8)
-        self._kernel.multiply(self._matrix, x, out, scratch)
+        out, scratch = x.new_empty(len(x), self._num_out), torch.empty(self.scratch_bytes(len(x)), dtype=torch.uint8)
+        self._kernel.multiply(self._packed, x, out, scratch)
         return out
 
 
@@ -180,7 +187,7 @@ def _quantize_rows(weight: Tensor, bits: Bits) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def tiles_of(quantized: Quantized) -> Tensor:
-    """[tiles, groups, bytes of a tile's group] uint8, in the order that quantized_linear.c reads."""
+    """[tiles, groups, bytes of a tile's group] uint8, in the order that quantized_linear.h reads."""
     num_padded = -len(quantized.codes) % TILE
     codes = F.pad(quantized.codes, (0, 0, 0, 0, 0, num_padded))
     # [tile, column, group, sub-block, 4] -> [tile, group, sub-block, column, 4]

@@ -50,6 +50,16 @@ def test_rotation_equals_torch_within_wider_rows(native: LayerOps, rows: int, he
 
 
 @pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (3, 16), (12, 128), (5, 10)])
+def test_norm_of_heads_equals_torch_within_wider_rows(native: LayerOps, rows: int, heads: int, head_dim: int) -> None:
+    whole, weights = normal(rows, heads + 4, head_dim), normal(heads, head_dim, seed=1)
+    wanted = TORCH_OPS.norm_heads(whole[:, :heads], weights, EPS)
+    rest = whole[:, heads:].clone()
+    assert_close(native.norm_heads(whole[:, :heads], weights, EPS), wanted)
+    assert torch.equal(whole[:, heads:], rest)
+
+
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("width", [1, 31, 1536])
 def test_gating_equals_torch(native: LayerOps, rows: int, width: int) -> None:
     gate_up = normal(rows, 2 * width)

@@ -38,7 +38,7 @@ def test_each_source_and_each_flag_has_a_library_of_its_own(source: Path, tmp_pa
 def test_a_header_that_changes_has_it_built_again(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native_build, "HEADERS", tmp_path)
+    monkeypatch.setattr(native_build, "KERNELS", tmp_path)
     header, directory = tmp_path / "answer.h", tmp_path / "native"
     source.write_text('#include "answer.h"\nint answer(void) { return ANSWER; }\n')
     for answer in (44, 45):

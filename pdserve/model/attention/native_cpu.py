@@ -1,4 +1,4 @@
-"""Paged attention in a small C kernel (paged_attention.c), built on first use with the machine's own compiler."""
+"""Paged attention in a C kernel (kernels/paged_attention.h), built on first use with the machine's own compiler."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pdserve.kv.storage import KVStorage
 from pdserve.model.batch import Batch, Ints
-from pdserve.model.native_build import NativeUnavailable, load_library
+from pdserve.model.native_build import KERNELS, NativeUnavailable, load_library
 
-SOURCE = Path(__file__).with_name("paged_attention.c")
+SOURCE = KERNELS / "paged_attention.c"
 # Limits of the kernel's scratch.
 MAX_LINES = 64
 MAX_HEAD_DIM = 256
@@ -27,8 +27,8 @@ MANY_TILES = 4
 # ---------------------------------------------------------------- calling
 
 
-class _Call(ctypes.Structure):
-    """call_t of paged_attention.c, field by field."""
+class Call(ctypes.Structure):
+    """call_t of paged_attention.h, field by field."""
 
     _fields_ = [
         ("slab", ctypes.c_void_p),
@@ -77,8 +77,9 @@ class NativeAttention:
                 f"the model has {layout.dtype}, {layout.head_dim} and {self._group}"
             )
         self._run = load_library(SOURCE, "pdserve_paged_attention", cache_dir, compiler).pdserve_paged_attention
-        self._run.argtypes, self._run.restype = [ctypes.POINTER(_Call)], None
-        self._call = _Call(
+        self._run.argtypes, self._run.restype = [ctypes.POINTER(Call)], None
+        # As the last plan has it; what differs by layer is filled in by `run`.
+        self.call = Call(
             slab=storage.data_ptr,
             block_bytes=layout.block_bytes,
             block_size=layout.block_size,
@@ -91,7 +92,7 @@ class NativeAttention:
         self._kept: tuple[object, ...] = ()
 
     def plan(self, batch: Batch) -> None:
-        layout, call = self._storage.layout, self._call
+        layout, call = self._storage.layout, self.call
         items, merges, num_partials = plan_items(batch, self._group)
         partials = torch.empty(layout.num_kv_heads * num_partials * (layout.head_dim + 2), dtype=torch.float32)
         self._kept = (items, merges, partials, batch)
@@ -102,10 +103,15 @@ class NativeAttention:
         call.partials, call.num_partials = partials.data_ptr(), num_partials
         call.num_threads = torch.get_num_threads()
 
+    def plane_offsets(self, layer: int) -> tuple[int, int]:
+        """Bytes from a block's start to the layer's keys and to its values."""
+        layout = self._storage.layout
+        return layout.plane_offset(layer, "k"), layout.plane_offset(layer, "v")
+
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        layout, call = self._storage.layout, self._call
-        out = torch.empty((q.shape[0], q.shape[1] * layout.head_dim), dtype=torch.float32)
-        call.k_offset, call.v_offset = layout.plane_offset(layer, "k"), layout.plane_offset(layer, "v")
+        call = self.call
+        out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=torch.float32)
+        call.k_offset, call.v_offset = self.plane_offsets(layer)
         call.q, call.q_stride = q.data_ptr(), q.stride(0)
         call.k, call.k_stride = k.data_ptr(), k.stride(0)
         call.v, call.v_stride = v.data_ptr(), v.stride(0)

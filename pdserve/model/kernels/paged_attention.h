@@ -12,6 +12,9 @@
  * last loop merges them.
  */
 
+#ifndef PDSERVE_PAGED_ATTENTION_H
+#define PDSERVE_PAGED_ATTENTION_H
+
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -39,7 +42,6 @@
 #define PANEL_ROWS 6
 
 typedef float vec __attribute__((vector_size(VEC_BYTES), aligned(4), may_alias));
-
 
 typedef struct {
     int64_t first_token;    /* of the tile, in the flat batch */
@@ -280,7 +282,7 @@ static void attend_tile(const call_t *call, const item_t *item, int64_t head) {
 
 /* ------------------------------------------------------------------ a single token: the head dimension along the lanes */
 
-INLINE float dot(const float *a, const float *b, const int64_t count) {
+INLINE float dot_product(const float *a, const float *b, const int64_t count) {
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
     for (int64_t d = 0; d < count; d++) sum += a[d] * b[d];
@@ -288,7 +290,7 @@ INLINE float dot(const float *a, const float *b, const int64_t count) {
 }
 
 INLINE void score_keys(const float *query, const float *keys, int64_t num_keys, const int64_t dim, float *scores) {
-    for (int64_t j = 0; j < num_keys; j++) scores[j] = dot(query, keys + j * dim, dim);
+    for (int64_t j = 0; j < num_keys; j++) scores[j] = dot_product(query, keys + j * dim, dim);
 }
 
 static void attend_single(const call_t *call, const item_t *item, int64_t head) {
@@ -360,21 +362,22 @@ static void merge_parts(const call_t *call, const merge_t *merge, int64_t head) 
     }
 }
 
-void pdserve_paged_attention(const call_t *call) {
+/* By every thread of a team; all of it is done when one returns. */
+INLINE void attend(const call_t *call) {
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < call->num_tokens; token++) write_token(call, token);
     /* head-major, so that a thread's next tile reads the keys it just read */
     const int64_t num_works = call->num_items * call->num_kv_heads;
-#pragma omp parallel num_threads((int)call->num_threads)
-    {
-#pragma omp for schedule(static)
-        for (int64_t token = 0; token < call->num_tokens; token++) write_token(call, token);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t work = 0; work < num_works; work++) {
-            const item_t *item = call->items + work % call->num_items;
-            if (item->num_tokens == 1) attend_single(call, item, work / call->num_items);
-            else attend_tile(call, item, work / call->num_items);
-        }
-#pragma omp for schedule(static)
-        for (int64_t work = 0; work < call->num_merges * call->num_kv_heads; work++)
-            merge_parts(call, call->merges + work % call->num_merges, work / call->num_merges);
+    for (int64_t work = 0; work < num_works; work++) {
+        const item_t *item = call->items + work % call->num_items;
+        if (item->num_tokens == 1) attend_single(call, item, work / call->num_items);
+        else attend_tile(call, item, work / call->num_items);
     }
+    if (call->num_merges == 0) return;
+#pragma omp for schedule(static)
+    for (int64_t work = 0; work < call->num_merges * call->num_kv_heads; work++)
+        merge_parts(call, call->merges + work % call->num_merges, work / call->num_merges);
 }
+
+#endif

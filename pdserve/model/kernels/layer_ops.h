@@ -1,5 +1,10 @@
 /* The small operations between a layer's products: each reads and writes its rows once, where torch takes a call and a
- * pass for every step. A row's result does not depend on the others. */
+ * pass for every step. A row's result does not depend on the others.
+ *
+ * Every thread of a team calls them; all of it is done when one returns. */
+
+#ifndef PDSERVE_LAYER_OPS_H
+#define PDSERVE_LAYER_OPS_H
 
 #include <math.h>
 #include <stdint.h>
@@ -8,8 +13,6 @@
 
 /* Sums are taken in so many parts, always the same ones, so that they vectorise without a licence to reorder. */
 #define PARTS 16
-/* Fewer values than this are over before a second thread is awake. */
-#define FEW_VALUES 32768
 
 /* e^x, held between the powers that float32 has. */
 INLINE float held_exponential(float x) {
@@ -29,9 +32,9 @@ INLINE float sum_of_squares(const float *x, int64_t width) {
 }
 
 /* x [rows, width] += delta, where there is one; normed = x over the root of its mean square, times weight. */
-void pdserve_add_and_norm(float *x, const float *delta, const float *weight, float *normed, int64_t rows,
-                          int64_t width, float eps, int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads((int)num_threads) if (rows * width > FEW_VALUES)
+INLINE void add_and_norm(float *x, const float *delta, const float *weight, float *normed, int64_t rows, int64_t width,
+                         float eps) {
+#pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         float *own = x + row * width, *to = normed + row * width;
         if (delta)
@@ -41,11 +44,24 @@ void pdserve_add_and_norm(float *x, const float *delta, const float *weight, flo
     }
 }
 
+/* Each head of x [rows, heads, dim], rows `stride` floats apart, over the root of its mean square, times its weight of
+ * weights [heads, dim]. */
+INLINE void norm_heads(float *x, int64_t stride, const float *weights, int64_t rows, int64_t heads, int64_t dim,
+                       float eps) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            float *own = x + row * stride + head * dim;
+            const float factor = 1.0f / sqrtf(sum_of_squares(own, dim) / (float)dim + eps);
+            for (int64_t i = 0; i < dim; i++) own[i] *= factor * weights[head * dim + i];
+        }
+}
+
 /* In x [rows, heads, 2 * half], rows `stride` floats apart: pairs (i, i + half) of each head turned by the row's angles,
  * cosines and sines [rows, half]. */
-void pdserve_rotate(float *x, int64_t stride, const float *cosines, const float *sines, int64_t rows, int64_t heads,
-                    int64_t half, int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads((int)num_threads) if (rows * heads * half > FEW_VALUES)
+INLINE void rotate(float *x, int64_t stride, const float *cosines, const float *sines, int64_t rows, int64_t heads,
+                   int64_t half) {
+#pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const float *cosine = cosines + row * half, *sine = sines + row * half;
         for (int64_t head = 0; head < heads; head++) {
@@ -61,8 +77,8 @@ void pdserve_rotate(float *x, int64_t stride, const float *cosines, const float 
 }
 
 /* out [rows, width] = silu(x[:, :width]) * x[:, width:] of x [rows, 2 * width]. */
-void pdserve_silu_and_multiply(const float *x, float *out, int64_t rows, int64_t width, int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads((int)num_threads) if (rows * width > FEW_VALUES)
+INLINE void silu_and_multiply(const float *x, float *out, int64_t rows, int64_t width) {
+#pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const float *gate = x + row * 2 * width, *up = gate + width;
         float *to = out + row * width;
@@ -70,3 +86,5 @@ void pdserve_silu_and_multiply(const float *x, float *out, int64_t rows, int64_t
         for (int64_t i = 0; i < width; i++) to[i] = gate[i] / (1.0f + held_exponential(-gate[i])) * up[i];
     }
 }
+
+#endif

@@ -8,6 +8,9 @@
  * is in float32, group by group in order, for every number of rows and threads: a row's result is the same bits
  * whoever shares its call.
  *
+ * The work is written for one team of threads, all of which call `multiply_matrix`: a product of its own
+ * (quantized_linear.c) or a step among others (decoder.c).
+ *
  * Weights lie in tiles of TILE output columns (quantized_linear.py lays them out). In a tile, group by group:
  *   scales    TILE halves (IEEE 754 binary16)
  *   minimums  TILE halves
@@ -16,9 +19,14 @@
  *             low halves of the bytes, the odd one the high halves.
  */
 
+#ifndef PDSERVE_QUANTIZED_LINEAR_H
+#define PDSERVE_QUANTIZED_LINEAR_H
+
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#include "inline.h"
 
 #define GROUP 32
 #define TILE 16
@@ -59,8 +67,6 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef int8_t chars __attribute__((vector_size(LANES)));
 typedef int16_t shorts __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-#define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
     const char *tiles; /* [num_tiles, num_groups, GROUP_BYTES(bits)] */
@@ -296,35 +302,25 @@ static void multiply_tile(const matrix_t *matrix, int64_t tile_index, int64_t ro
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* ------------------------------------------------------------------ the entries */
-
-/* x [num_rows, num_in], x_stride floats between rows; out [num_rows, num_out], contiguous.
- * scratch: activations_t [num_rows / ROW_BLOCK rounded up, num_groups, ROW_BLOCK]. */
-void pdserve_quantized_linear(const matrix_t *matrix, const float *x, int64_t x_stride, int64_t num_rows, float *out,
-                              activations_t *scratch, int64_t num_threads) {
+/* By every thread of a team; all of it is done when one returns. x [num_rows, num_in], x_stride floats between rows; out
+ * [num_rows, num_out], contiguous. scratch: activations_t [num_rows / ROW_BLOCK rounded up, num_groups, ROW_BLOCK]. */
+INLINE void multiply_matrix(const matrix_t *matrix, const float *x, int64_t x_stride, int64_t num_rows, float *out,
+                            activations_t *scratch) {
     const int64_t num_blocks = (num_rows + ROW_BLOCK - 1) / ROW_BLOCK, block_size = matrix->num_groups * ROW_BLOCK;
     const int64_t num_chunks = (num_blocks + CHUNK_BLOCKS - 1) / CHUNK_BLOCKS;
-    /* A single block is ready sooner than the threads have met. */
-    if (num_blocks == 1) quantize_rows(x, x_stride, num_rows, matrix->num_in, scratch);
-#pragma omp parallel num_threads((int)num_threads)
-    {
-        if (num_blocks > 1) {
 #pragma omp for schedule(static)
-            for (int64_t block = 0; block < num_blocks; block++) {
-                const int64_t first = block * ROW_BLOCK, rows = smaller(ROW_BLOCK, num_rows - first);
-                quantize_rows(x + first * x_stride, x_stride, rows, matrix->num_in, scratch + block * block_size);
-            }
-        }
-        /* chunk-major: a tile stays in the first cache for a chunk's rows, the rows in the second for all tiles */
-#pragma omp for schedule(static) nowait
-        for (int64_t work = 0; work < num_chunks * matrix->num_tiles; work++) {
-            const int64_t first = work / matrix->num_tiles * CHUNK_BLOCKS, tile = work % matrix->num_tiles;
-            for (int64_t block = first; block < smaller(first + CHUNK_BLOCKS, num_blocks); block++)
-                multiply_tile(matrix, tile, smaller(ROW_BLOCK, num_rows - block * ROW_BLOCK),
-                              scratch + block * block_size, out + block * ROW_BLOCK * matrix->num_out);
-        }
+    for (int64_t block = 0; block < num_blocks; block++) {
+        const int64_t first = block * ROW_BLOCK, rows = smaller(ROW_BLOCK, num_rows - first);
+        quantize_rows(x + first * x_stride, x_stride, rows, matrix->num_in, scratch + block * block_size);
+    }
+    /* chunk-major: a tile stays in the first cache for a chunk's rows, the rows in the second for all tiles */
+#pragma omp for schedule(static)
+    for (int64_t work = 0; work < num_chunks * matrix->num_tiles; work++) {
+        const int64_t first = work / matrix->num_tiles * CHUNK_BLOCKS, tile = work % matrix->num_tiles;
+        for (int64_t block = first; block < smaller(first + CHUNK_BLOCKS, num_blocks); block++)
+            multiply_tile(matrix, tile, smaller(ROW_BLOCK, num_rows - block * ROW_BLOCK), scratch + block * block_size,
+                          out + block * ROW_BLOCK * matrix->num_out);
     }
 }
 
-/* What this build uses of the CPU. */
-const char *pdserve_quantized_linear_instructions(void) { return INSTRUCTIONS; }
+#endif

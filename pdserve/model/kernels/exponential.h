@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
+#include "inline.h"
 
 /* For x from -87 to 88, to about 2e-7 relative. */
 INLINE float exponential(float x) {
