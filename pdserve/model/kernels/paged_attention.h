@@ -24,6 +24,7 @@
 #define MAX_LINES 64     /* lines of a tile */
 #define MAX_HEAD_DIM 256 /* both limits are checked in native_cpu.py */
 #define MAX_KEYS 64      /* keys handled at a time */
+#define CACHE_LINE 64
 
 #if defined(__AVX512F__)
 #define VEC_BYTES 64
@@ -282,15 +283,50 @@ static void attend_tile(const call_t *call, const item_t *item, int64_t head) {
 
 /* ------------------------------------------------------------------ a single token: the head dimension along the lanes */
 
+/* Halves added to halves, until one lane is left: added in order, as a compiler must, they would wait for each other. */
+INLINE float add_lanes(vec lanes) {
+    typedef float two __attribute__((vector_size(8)));
+    typedef float four __attribute__((vector_size(16)));
+#if VEC_BYTES >= 32
+    typedef float eight __attribute__((vector_size(32)));
+#if VEC_BYTES == 64
+    const union { vec whole; eight part[2]; } sixteen = {lanes};
+    const eight folded = sixteen.part[0] + sixteen.part[1];
+#else
+    const eight folded = (eight)lanes;
+#endif
+    const union { eight whole; four part[2]; } halves = {folded};
+    const four quarter = halves.part[0] + halves.part[1];
+#else
+    const four quarter = (four)lanes;
+#endif
+    const union { four whole; two part[2]; } last = {quarter};
+    const two pair = last.part[0] + last.part[1];
+    return pair[0] + pair[1];
+}
+
 INLINE float dot_product(const float *a, const float *b, const int64_t count) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t d = 0; d < count; d++) sum += a[d] * b[d];
+    vec sums = {0};
+    int64_t d = 0;
+    for (; d + VEC <= count; d += VEC) sums += *(const vec *)(a + d) * *(const vec *)(b + d);
+    float sum = add_lanes(sums);
+    for (; d < count; d++) sum += a[d] * b[d];
     return sum;
 }
 
-INLINE void score_keys(const float *query, const float *keys, int64_t num_keys, const int64_t dim, float *scores) {
-    for (int64_t j = 0; j < num_keys; j++) scores[j] = dot_product(query, keys + j * dim, dim);
+/* Asks for a row of a plane before it is needed: a block's values while its keys are read, and the next block's keys. */
+INLINE void fetch(const float *row, const int64_t dim) {
+    for (int64_t d = 0; d < dim; d += CACHE_LINE / 4) __builtin_prefetch(row + d);
+}
+
+/* scores[line][key] of keys, in one plane, that lie from `keys` on; `values` and `next_keys`: what is read after them. */
+INLINE void score_keys(const float *query, int64_t num_lines, const float *keys, int64_t num_keys, const float *values,
+                       const float *next_keys, const int64_t dim, float (*scores)[MAX_KEYS]) {
+    for (int64_t j = 0; j < num_keys; j++) {
+        fetch(values + j * dim, dim);
+        fetch(next_keys + j * dim, dim);
+        for (int64_t g = 0; g < num_lines; g++) scores[g][j] = dot_product(query + g * dim, keys + j * dim, dim);
+    }
 }
 
 static void attend_single(const call_t *call, const item_t *item, int64_t head) {
@@ -309,12 +345,14 @@ static void attend_single(const call_t *call, const item_t *item, int64_t head) 
         const int64_t num_keys = num_keys_at(call, key, item->key_end);
         const float *keys = keys_at(call, table, key, head, call->k_offset);
         const float *values = keys_at(call, table, key, head, call->v_offset);
+        const int64_t next = key + num_keys < item->key_end ? key + num_keys : key;
+        const float *next_keys = keys_at(call, table, next, head, call->k_offset);
+        /* the two common sizes as constants, so that the loop over the dimension unrolls */
+        if (dim == 64) score_keys(query, group, keys, num_keys, values, next_keys, 64, scores);
+        else if (dim == 128) score_keys(query, group, keys, num_keys, values, next_keys, 128, scores);
+        else score_keys(query, group, keys, num_keys, values, next_keys, dim, scores);
         for (int64_t g = 0; g < group; g++) {
             float *line = scores[g];
-            /* the two common sizes as constants, so that the loop over the dimension unrolls */
-            if (dim == 64) score_keys(query + g * dim, keys, num_keys, 64, line);
-            else if (dim == 128) score_keys(query + g * dim, keys, num_keys, 128, line);
-            else score_keys(query + g * dim, keys, num_keys, dim, line);
             float next = maximum[g], added = 0.0f;
 #pragma omp simd reduction(max : next)
             for (int64_t j = 0; j < num_keys; j++) {
