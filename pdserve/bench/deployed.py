@@ -69,7 +69,9 @@ def _a_core_each() -> list[list[int]]:
 
 
 def _args(model: Model, **settings: Any) -> ServerArgs:
-    args = ServerArgs(model=str(model.directory), port=free_port(), drain_timeout_s=1.0, **settings)
+    """Weights as float32 unless the settings say otherwise: the costs and the engines compared with are of those."""
+    chosen = {"quantization": "fp32", **settings}
+    args = ServerArgs(model=str(model.directory), port=free_port(), drain_timeout_s=1.0, **chosen)
     args.validate()
     return args
 

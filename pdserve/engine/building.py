@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from pdserve.config import Quantization
 from pdserve.engine.channel import RankChannel
 from pdserve.engine.following import FollowerLoop, Generations
 from pdserve.engine.group import Group, InStep, Lone
@@ -40,6 +41,7 @@ from pdserve.model.forward import LoadArgs, load_forward
 from pdserve.model.model_config import ModelConfig, read_config
 from pdserve.model.runner import Follower, ModelRunner
 from pdserve.model.torch_runner import TorchFollower, load
+from pdserve.model.weight_form import choose_form
 from pdserve.request import BlockId, RequestId, SamplingParams, TokenRequest
 from pdserve.scheduler.config import GATE_WATERMARK, CadenceLimits, SchedulerConfig
 from pdserve.scheduler.gate import PrefillGate
@@ -79,6 +81,7 @@ class Plot:
 
     spec: RankSpec
     config: ModelConfig
+    quantization: Quantization
     joined: Joined
     scheduler_config: SchedulerConfig
     storage: KVStorage
@@ -105,7 +108,7 @@ class Plot:
             "num_threads": self.spec.num_threads,
             "progress": lambda step, done, total: self.front.send(Loading(step, done, total)),
             "collectives": self.joined.collectives,
-            "quantization": self.spec.quantization,
+            "quantization": self.quantization,
         }
 
     def ready(self, transport: TransportThread | None, longest_chunk_s: float = 0.0) -> Ready:
@@ -124,7 +127,7 @@ class Plot:
     @property
     def fingerprint(self) -> Fingerprint:
         layout = self.config.kv_layout(self.spec.block_size)
-        return _fingerprint(self.spec, self.config, layout)
+        return _fingerprint(self.spec, self.config, self.quantization, layout)
 
 
 def build(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> BuiltRank:
@@ -144,7 +147,8 @@ def build(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> BuiltRank:
         num_blocks=num_blocks,
         max_model_len=min(scheduler_config.max_model_len, num_blocks * spec.block_size),
     )
-    plot = Plot(spec, config, joined, scheduler_config, KVStorage(layout, num_blocks), front)
+    quantization = choose_form(spec.quantization, directory, config, Path(spec.cache_directory))
+    plot = Plot(spec, config, quantization, joined, scheduler_config, KVStorage(layout, num_blocks), front)
     return _build_follower(plot) if spec.grid.tp_rank else _build_leader(plot)
 
 
@@ -307,17 +311,14 @@ def _run_round(scheduler: Scheduler, runner: ModelRunner, request: TokenRequest)
     return elapsed_s
 
 
-def _revision(spec: RankSpec) -> str:
-    """KV of quantised weights is not that of the others."""
-    return spec.model_revision if spec.quantization == "fp32" else f"{spec.model_revision}+{spec.quantization}"
-
-
-def _fingerprint(spec: RankSpec, config: ModelConfig, layout: KVLayout) -> Fingerprint:
+def _fingerprint(spec: RankSpec, config: ModelConfig, quantization: Quantization, layout: KVLayout) -> Fingerprint:
     """layout: of the whole model."""
+    # KV of quantised weights is not that of the others.
+    form = "" if quantization == "fp32" else f"+{quantization}"
     return Fingerprint(
         layout_version=LAYOUT_VERSION,
         architecture=config.architecture,
-        model_revision=_revision(spec),
+        model_revision=spec.model_revision + form,
         dtype=layout.dtype,
         block_size=layout.block_size,
         num_layers=layout.num_layers,

@@ -68,6 +68,11 @@ class Kernel:
         # What it uses of the CPU: avx512-vnni, avx-vnni, avx2, plain.
         self.instructions: str = library.pdserve_quantized_linear_instructions().decode()
 
+    @property
+    def is_fast(self) -> bool:
+        """Whether it multiplies bytes by vector instructions; else float32 is faster."""
+        return self.instructions != "plain"
+
     def multiply(self, matrix: PackedMatrix, x: Tensor, out: Tensor, scratch: Tensor) -> None:
         """x [rows, in] float32, a row's values together; out [rows, out], scratch as quantized_linear.h says."""
         pointers = out.data_ptr(), scratch.data_ptr()

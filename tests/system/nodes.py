@@ -27,6 +27,8 @@ TINY: dict[str, Any] = {
     "chunked_prefill_size": CHUNK,
     "num_kv_blocks": 2048,
     "max_num_seqs": 8,
+    # transformers is asked for the same tokens.
+    "quantization": "fp32",
 }
 
 
