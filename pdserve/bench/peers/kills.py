@@ -14,7 +14,8 @@ from pdserve.bench.chaos.fleet import Fleet, make_member
 from pdserve.bench.failover import NUM_NEW, SETTINGS, Asking, kill_under
 from pdserve.bench.handoff_witness import Phase
 from pdserve.bench.listening import unique_prompt
-from pdserve.bench.peers.vllm import VllmFailed, VllmPair
+from pdserve.bench.peers.http_server import ServerFailed
+from pdserve.bench.peers.vllm import VllmPair
 from pdserve.config import Role
 from pdserve.model.progress import Progress
 
@@ -101,7 +102,7 @@ def _kill_at(moment: Moment, pair: VllmPair, prompt: Sequence[int], expected: Se
         for new in pair.decoded(prompt, transfer, NUM_NEW, PATIENCE_S):
             first_s = first_s if token_ids else time.monotonic()
             token_ids += new
-    except VllmFailed as error:
+    except ServerFailed as error:
         return Killed("vLLM", moment.value, f"failed: {error}", time.monotonic() - begun_s)
     return Killed("vLLM", moment.value, _compared(token_ids, expected), first_s - begun_s)
 

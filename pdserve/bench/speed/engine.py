@@ -16,7 +16,8 @@ from pdserve.bench.policy_runs import Model
 from pdserve.bench.speed.arguments import chosen_cells, speed_parser
 from pdserve.bench.speed.cells import Cell
 from pdserve.bench.speed.in_process import Engine, Profile
-from pdserve.commands.arguments import whole
+from pdserve.commands.arguments import read, whole
+from pdserve.commands.parsing import CommandParser
 from pdserve.commands.tables import write_json
 from pdserve.config import Quantization
 from pdserve.config.environment import num_cores
@@ -49,7 +50,7 @@ class Form:
 
 def main(argv: list[str]) -> int:
     """0."""
-    arguments = _parser().parse_args(argv)
+    arguments = read(_parser(), argv)
     cells = chosen_cells(arguments)
     console = Console(highlight=False, stderr=arguments.json == "-")
     with show_progress() as progress:
@@ -115,8 +116,9 @@ def _show(forms: Sequence[Form], console: Console) -> None:
     console.print(quality)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = speed_parser("engine", __doc__.partition(": ")[2])
+def _parser() -> CommandParser:
+    purpose = __doc__.partition(": ")[2]
+    parser = speed_parser("engine", purpose, "pdserve bench engine --quantization int4 --repeats 1", ["fp32"])
     threads = whole("--threads", least=1, most=1024)
     parser.add_argument("--threads", type=threads, default=num_cores(), metavar="N", help="default: %(default)s")
     return parser

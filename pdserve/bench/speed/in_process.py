@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from pdserve.bench.listening import Call, Heard
 from pdserve.config import Quantization, cache_dir
 from pdserve.kv.storage import KVStorage
@@ -82,10 +80,10 @@ class Profile:
 
         return timed
 
-    def _taken_apart(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _taken_apart(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """All layers in one call, which keeps the time of its parts itself."""
 
-        def timed(layers: NativeLayers, *args: Tensor) -> Tensor:
+        def timed(layers: NativeLayers, *args: Any) -> Any:
             before = layers.seconds()
             result = run(layers, *args)
             for part, seconds in layers.seconds().items():
