@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pdserve.commands.parsing import add_json, command_parser
 from pdserve.commands.tables import write_json
-from pdserve.config.environment import num_cores, omp_num_threads_text, transport_setting
+from pdserve.config.environment import cache_dir, num_cores, omp_num_threads, transport_setting
 from pdserve.engine.memory import available_bytes
 from pdserve.kv.layout import KVLayout
 
@@ -24,6 +24,7 @@ DEFAULT_MEMORY_FRACTION = 0.5
 # The embedded model's, as `pdserve pull smollm2` makes it.
 EMBEDDED_LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64)
 COMPILERS = ("cc", "gcc", "clang")
+COMPILE = "install gcc (without it torch computes, which is several times slower)"
 GIB = 1024**3
 
 
@@ -66,9 +67,11 @@ def examine(port: int) -> list[Finding]:
     return [
         check_python(),
         check_torch(),
+        check_threads(),
         check_nixl(),
         check_transport(),
         check_compiler(),
+        check_weights(),
         check_model(),
         check_memory(available_bytes()),
         check_port(port),
@@ -81,15 +84,23 @@ def check_python() -> Finding:
 
 
 def check_torch() -> Finding:
-    """torch's version, and the threads a node would compute with."""
+    """torch's version."""
     try:
         torch = importlib.import_module("torch")
     except Exception as error:
         return Finding("torch", State.FAILS, _reason(error), 'pip install "pdserve[node]"')
-    said = f" (OMP_NUM_THREADS={text})" if (text := omp_num_threads_text()) else ""
-    return Finding(
-        "torch", State.WORKS, f"{torch.__version__}, {num_cores()} cores, {torch.get_num_threads()} threads{said}"
-    )
+    return Finding("torch", State.WORKS, torch.__version__)
+
+
+def check_threads() -> Finding:
+    """How many threads a node computes with, and why."""
+    cores, asked = num_cores(), omp_num_threads()
+    if asked is None:
+        return Finding("threads", State.WORKS, f"{cores} a node, one a core; a pair on this machine shares the cores")
+    found = f"{asked} a node, as OMP_NUM_THREADS says, on {cores} cores"
+    if asked > cores:
+        return Finding("threads", State.WARNS, found, "unset it: threads that share a core wait for each other")
+    return Finding("threads", State.WORKS, found)
 
 
 def check_nixl() -> Finding:
@@ -132,11 +143,10 @@ def check_transport() -> Finding:
 
 
 def check_compiler() -> Finding:
-    """A C compiler that makes a shared library with OpenMP, which the attention kernel is built with at first use."""
-    remedy = "install gcc (without it attention is computed by torch, which is slower)"
+    """A C compiler that makes a shared library with OpenMP, which the kernels are built with at first use."""
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
-        return Finding("C compiler", State.WARNS, "none found", remedy)
+        return Finding("C compiler", State.WARNS, "none found", COMPILE)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.c"
         source.write_text("#include <omp.h>\nint threads(void) { return omp_get_max_threads(); }\n")
@@ -154,8 +164,24 @@ def check_compiler() -> Finding:
         built = subprocess.run(command, capture_output=True, text=True, check=False)
     if built.returncode != 0:
         first = (built.stderr.strip().splitlines() or ["no message"])[0]
-        return Finding("C compiler", State.WARNS, f"{compiler} can't build with OpenMP: {first}", remedy)
+        return Finding("C compiler", State.WARNS, f"{compiler} can't build with OpenMP: {first}", COMPILE)
     return Finding("C compiler", State.WORKS, f"{compiler} builds with OpenMP")
+
+
+def check_weights() -> Finding:
+    """What weights are kept as where `--quantization` is left open, and why."""
+    from pdserve.model.native_build import NativeUnavailable
+    from pdserve.model.quantized_linear import Kernel
+
+    try:
+        kernel = Kernel(cache_dir())
+    except NativeUnavailable as error:
+        return Finding("weights", State.WARNS, f"float32: the kernel for fewer bits can't be built: {error}", COMPILE)
+    if not kernel.is_fast:
+        return Finding("weights", State.WORKS, "float32: this CPU has no vector instructions for bytes")
+    return Finding(
+        "weights", State.WORKS, f"8 bits, or 4 where they were published so: the CPU has {kernel.instructions}"
+    )
 
 
 def check_model() -> Finding:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pdserve import doctor
+from pdserve.model.quantized_linear import Kernel
 
 
 def test_doctor_says_that_a_port_is_taken() -> None:
@@ -28,6 +29,29 @@ def test_doctor_goes_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PATH", "")
     finding = doctor.check_compiler()
     assert (finding.state, finding.found) == (doctor.State.WARNS, "none found")
+
+
+def test_doctor_says_what_threads_a_node_takes_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(doctor, "num_cores", lambda: 4)
+    assert doctor.check_threads().found.startswith("4 a node, one a core")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert doctor.check_threads().found == "3 a node, as OMP_NUM_THREADS says, on 4 cores"
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert doctor.check_threads().state is doctor.State.WARNS
+
+
+def test_doctor_says_what_weights_are_kept_as_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Kernel, "is_fast", True)
+    assert doctor.check_weights().found.startswith("8 bits, or 4 where they were published so: the CPU has ")
+    monkeypatch.setattr(Kernel, "is_fast", False)
+    assert doctor.check_weights().found.startswith("float32: this CPU has no")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    monkeypatch.setenv("PATH", "")
+    finding = doctor.check_weights()
+    assert finding.state is doctor.State.WARNS
+    assert "no C compiler" in finding.found
 
 
 def test_doctor_says_that_a_transport_cannot_cross_machines(monkeypatch: pytest.MonkeyPatch) -> None:
