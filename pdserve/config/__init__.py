@@ -13,6 +13,7 @@ from pdserve.config.environment import cache_dir
 from pdserve.config.fields import (
     FIELDS,
     DecodeFallback,
+    KvCacheDtype,
     LoadBalanceMethod,
     OnRankDeath,
     Quantization,
@@ -31,6 +32,7 @@ __all__ = [
     "DecodeFallback",
     "Fault",
     "FillSettings",
+    "KvCacheDtype",
     "LoadBalanceMethod",
     "OnRankDeath",
     "PrefillDelay",

@@ -23,6 +23,8 @@ class Role(StrEnum):
 Quantization = Literal["fp32", "int8", "int4"]
 # auto: as published in 4 bits, else 8, where the machine is faster with them.
 QuantizationSetting = Literal["auto", "fp32", "int8", "int4"]
+# What KV is kept as; auto: bfloat16 beside quantised weights, float32 beside exact ones.
+KvCacheDtype = Literal["auto", "float32", "bfloat16"]
 
 
 class DecodeFallback(StrEnum):
@@ -78,12 +80,16 @@ class Settings(BaseModel):
     ]
     served_model_name: Annotated[str | None, Flag(MODEL, "the name clients see (default: MODEL)", "NAME")] = None
     role: Annotated[Role, Lax, Flag(MODEL, "what this node does")] = Role.FUSED
-    dtype: Annotated[
-        Literal["float32"], Flag(MODEL, "type of KV and arithmetic, and of weights that are not quantised")
-    ] = "float32"
+    dtype: Annotated[Literal["float32"], Flag(MODEL, "type of arithmetic, and of weights that are not quantised")] = (
+        "float32"
+    )
     quantization: Annotated[
         QuantizationSetting,
         Flag(MODEL, "what weights are kept as: exact, or 8 or 4 bits; auto: 4 if published so, else 8"),
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        KvCacheDtype,
+        Flag(MODEL, "what KV is kept as; auto: bfloat16 beside weights of 8 or 4 bits, else float32"),
     ] = "auto"
     max_model_len: Annotated[Count | None, Flag(MODEL, "longest prompt + answer in tokens (default: the model's)")] = (
         None

@@ -41,7 +41,7 @@ from pdserve.model.forward import LoadArgs, load_forward
 from pdserve.model.model_config import ModelConfig, read_config
 from pdserve.model.runner import Follower, ModelRunner
 from pdserve.model.torch_runner import TorchFollower, load
-from pdserve.model.weight_form import choose_form
+from pdserve.model.weight_form import choose_form, choose_kv_dtype
 from pdserve.request import BlockId, RequestId, SamplingParams, TokenRequest
 from pdserve.scheduler.config import GATE_WATERMARK, CadenceLimits, SchedulerConfig
 from pdserve.scheduler.gate import PrefillGate
@@ -126,7 +126,7 @@ class Plot:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        layout = self.config.kv_layout(self.spec.block_size)
+        layout = self.config.kv_layout(self.spec.block_size, self.storage.layout.dtype)
         return _fingerprint(self.spec, self.config, self.quantization, layout)
 
 
@@ -134,7 +134,9 @@ def build(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> BuiltRank:
     """Everything between a spec and a warm rank. Raises StartupError."""
     directory = Path(spec.model_directory)
     config = read_config(directory)
-    layout = config.kv_layout(spec.block_size).shard(spec.grid.tensor_parallel_size)
+    quantization = choose_form(spec.quantization, directory, config, Path(spec.cache_directory))
+    kv_dtype = choose_kv_dtype(spec.kv_cache_dtype, quantization)
+    layout = config.kv_layout(spec.block_size, kv_dtype).shard(spec.grid.tensor_parallel_size)
     # Measured before any rank has loaded anything: joining waits for all of them.
     available = _available_bytes(spec, directory)
     if spec.grid.num_ranks > 1:
@@ -147,7 +149,6 @@ def build(spec: RankSpec, front: RankChannel[ToRank, FromRank]) -> BuiltRank:
         num_blocks=num_blocks,
         max_model_len=min(scheduler_config.max_model_len, num_blocks * spec.block_size),
     )
-    quantization = choose_form(spec.quantization, directory, config, Path(spec.cache_directory))
     plot = Plot(spec, config, quantization, joined, scheduler_config, KVStorage(layout, num_blocks), front)
     return _build_follower(plot) if spec.grid.tp_rank else _build_leader(plot)
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-from pdserve.config import QuantizationSetting
+from pdserve.config import KvCacheDtype, QuantizationSetting
 from pdserve.config.environment import without_settings
 from pdserve.engine.process_look import ProcessLook, look_at
 from pdserve.errors import StartupError
@@ -110,6 +110,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     chunked_prefill_size: int
     max_model_len: int | None
     quantization: QuantizationSetting
+    kv_cache_dtype: KvCacheDtype
     enable_mixed_batch: bool
     prefix_caching: bool
     max_outstanding_transfers: int | None

@@ -1,4 +1,4 @@
-"""Which form a model's weights are kept in, where the command line leaves that open."""
+"""Which form a model's weights and KV are kept in, where the command line leaves that open."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pdserve.config import Quantization, QuantizationSetting
+from pdserve.config import KvCacheDtype, Quantization, QuantizationSetting
 from pdserve.model.checkpoint import Checkpoint
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.progress import no_progress
@@ -36,6 +36,13 @@ def choose_form(setting: QuantizationSetting, directory: Path, config: ModelConf
             "int4", "they were published in 4 bits, nothing is lost; --quantization fp32 keeps them as floats"
         )
     return _chosen("int8", "as good and faster; --quantization fp32 keeps them exact")
+
+
+def choose_kv_dtype(setting: KvCacheDtype, form: Quantization) -> str:
+    """Of a KV layout: bfloat16 halves the bytes, and rounds less than quantised weights have done already."""
+    if setting != "auto":
+        return setting
+    return "float32" if form == "fp32" else "bfloat16"
 
 
 def _chosen(form: Quantization, reason: str) -> Quantization:

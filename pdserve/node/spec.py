@@ -68,6 +68,7 @@ def rank_spec(
         chunked_prefill_size=args.chunked_prefill_size,
         max_model_len=args.max_model_len,
         quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
         enable_mixed_batch=args.enable_mixed_batch,
         prefix_caching=args.prefix_caching,
         max_outstanding_transfers=args.max_outstanding_prefills,

@@ -19,6 +19,7 @@ SMALL = RankSpec(
     max_num_seqs=4,
     chunked_prefill_size=128,
     quantization="fp32",
+    kv_cache_dtype="auto",
     max_model_len=None,
     enable_mixed_batch=False,
     prefix_caching=True,

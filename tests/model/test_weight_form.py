@@ -12,7 +12,7 @@ from pdserve.config import QuantizationSetting
 from pdserve.model import weight_form
 from pdserve.model.model_config import read_config
 from pdserve.model.quantized_linear import Kernel, quantize
-from pdserve.model.weight_form import SAMPLED, choose_form
+from pdserve.model.weight_form import SAMPLED, choose_form, choose_kv_dtype
 from tests.model.small_models import save
 
 
@@ -88,6 +88,13 @@ def test_what_is_asked_for_is_taken_without_a_word(
     with caplog.at_level(logging.INFO):
         assert chosen(directory, kernel_cache, setting) == setting
     assert "weights are kept" not in caplog.text
+
+
+def test_kv_is_rounded_where_weights_are() -> None:
+    assert choose_kv_dtype("auto", "fp32") == "float32"
+    assert choose_kv_dtype("auto", "int8") == choose_kv_dtype("auto", "int4") == "bfloat16"
+    assert choose_kv_dtype("bfloat16", "fp32") == "bfloat16"
+    assert choose_kv_dtype("float32", "int4") == "float32"
 
 
 def test_what_is_sampled_is_there_in_every_family(directory: Path) -> None:

@@ -39,6 +39,7 @@ class Call(ctypes.Structure):
         ("num_kv_heads", ctypes.c_int64),
         ("group", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
+        ("is_half", ctypes.c_int64),
         ("q", ctypes.c_void_p),
         ("k", ctypes.c_void_p),
         ("v", ctypes.c_void_p),
@@ -62,21 +63,24 @@ class Call(ctypes.Structure):
 
 
 class NativeAttention:
-    """Attention over a float32 `storage` by the C kernel, which runs without the GIL. Implements `Attention`.
+    """Attention over a `storage` of float32 or bfloat16 by the C kernel, without the GIL. Implements `Attention`.
 
     Raises NativeUnavailable when it can't be built or the heads are of a shape the kernel has no scratch for.
     """
 
-    def __init__(self, storage: KVStorage, num_heads: int, cache_dir: Path, compiler: str = "cc") -> None:
+    def __init__(
+        self, storage: KVStorage, num_heads: int, cache_dir: Path, compiler: str = "cc", *extra_flags: str
+    ) -> None:
         layout = storage.layout
         self._storage = storage
         self._group = num_heads // layout.num_kv_heads
-        if layout.dtype != "float32" or layout.head_dim > MAX_HEAD_DIM or self._group > MAX_LINES:
+        if layout.dtype not in ("float32", "bfloat16") or layout.head_dim > MAX_HEAD_DIM or self._group > MAX_LINES:
             raise NativeUnavailable(
-                f"the kernel takes float32 KV, head_dim up to {MAX_HEAD_DIM} and {MAX_LINES} query heads a kv head; "
-                f"the model has {layout.dtype}, {layout.head_dim} and {self._group}"
+                f"the kernel takes float32 or bfloat16 KV, head_dim up to {MAX_HEAD_DIM} and {MAX_LINES} query "
+                f"heads a kv head; the model has {layout.dtype}, {layout.head_dim} and {self._group}"
             )
-        self._run = load_library(SOURCE, "pdserve_paged_attention", cache_dir, compiler).pdserve_paged_attention
+        library = load_library(SOURCE, "pdserve_paged_attention", cache_dir, compiler, *extra_flags)
+        self._run = library.pdserve_paged_attention
         self._run.argtypes, self._run.restype = [ctypes.POINTER(Call)], None
         # As the last plan has it; what differs by layer is filled in by `run`.
         self.call = Call(
@@ -86,6 +90,7 @@ class NativeAttention:
             num_kv_heads=layout.num_kv_heads,
             group=self._group,
             head_dim=layout.head_dim,
+            is_half=layout.dtype == "bfloat16",
             scale=layout.head_dim**-0.5,
         )
         # What the call points into, kept alive between plan and run.

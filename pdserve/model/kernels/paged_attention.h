@@ -1,4 +1,5 @@
-/* Paged attention over a slab of KV blocks, for a batch that mixes prompt chunks and single-token rows.
+/* Paged attention over a slab of KV blocks, for a batch that mixes prompt chunks and single-token rows. KV is float32 or
+ * bfloat16 (a float's upper half).
  *
  * One call does a layer: it writes the batch's K and V into their blocks, then attends, reading K and V where they
  * lie. Softmax is online (one pass over the keys), accumulation is float32, every offset is 64 bits wide.
@@ -10,6 +11,9 @@
  *   a single token:  too few lines for that; the head dimension goes along the lanes.
  * An item that covers only a part of its tile's keys leaves (unscaled output, maximum, sum) a line in `partials`; the
  * last loop merges them.
+ *
+ * Chunks over bfloat16 are multiplied in pairs where the CPU has an instruction for that: queries and the softmax's
+ * weights are rounded to bfloat16 too, then. Everything else is computed in float32.
  */
 
 #ifndef PDSERVE_PAGED_ATTENTION_H
@@ -42,7 +46,18 @@
 #define VEC (VEC_BYTES / 4)
 #define PANEL_ROWS 6
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+
 typedef float vec __attribute__((vector_size(VEC_BYTES), aligned(4), may_alias));
+typedef uint32_t bits __attribute__((vector_size(VEC_BYTES), aligned(4), may_alias));
+typedef uint16_t half_t __attribute__((may_alias));
+typedef uint16_t halves __attribute__((vector_size(VEC_BYTES / 2), aligned(2), may_alias));
+typedef float number_t __attribute__((may_alias)); /* a float, or two halves */
 
 typedef struct {
     int64_t first_token;    /* of the tile, in the flat batch */
@@ -70,6 +85,7 @@ typedef struct {
     int64_t num_kv_heads;
     int64_t group; /* query heads that share a kv head */
     int64_t head_dim;
+    int64_t is_half; /* KV is bfloat16 */
     const float *q; /* [num_tokens, kv_heads * group, head_dim], strides in floats between tokens */
     const float *k; /* [num_tokens, kv_heads, head_dim] */
     const float *v;
@@ -100,12 +116,56 @@ INLINE float exp_nonpositive(float x) {
     return x < -87.0f ? 0.0f : found;
 }
 
+/* ------------------------------------------------------------------ bfloat16 */
+
+/* To the nearest, the even one where two are as near. */
+INLINE half_t to_half(float x) {
+    uint32_t word;
+    memcpy(&word, &x, 4);
+    return x != x ? 0x7fc0 : (word + 0x7fff + (word >> 16 & 1)) >> 16;
+}
+
+INLINE float from_half(half_t half) {
+    const uint32_t word = (uint32_t)half << 16;
+    float x;
+    memcpy(&x, &word, 4);
+    return x;
+}
+
+INLINE void to_halves(const float *from, float factor, int64_t count, half_t *to) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) to[i] = to_half(from[i] * factor);
+}
+
+/* VEC numbers, or one, of a plane. */
+INLINE vec load(const int is_half, const void *plane, int64_t index) {
+    if (!is_half) return *(const vec *)((const number_t *)plane + index);
+    return (vec)(__builtin_convertvector(*(const halves *)((const half_t *)plane + index), bits) << 16);
+}
+
+INLINE float load_one(const int is_half, const void *plane, int64_t index) {
+    return is_half ? from_half(((const half_t *)plane)[index]) : ((const number_t *)plane)[index];
+}
+
 /* ------------------------------------------------------------------ the matrix multiply both products use */
 
-/* c[rows, vecs] (+)= a[rows, depth] b[depth, vecs] with the accumulators in registers. rows, vecs and accumulate are
- * constants at every call. a is read at i * a_row + k * a_col, so that it may be a transposed block. */
-INLINE void multiply_panel(const int rows, const int vecs, const int accumulate, int64_t depth, const float *a,
-                           int64_t a_row, int64_t a_col, const float *b, int64_t b_row, float *c, int64_t c_row) {
+/* FLOATS: of floats. PAIRS: both sides' numbers are two halves, whose products are added up. HALF_RIGHT: the right side's
+ * are halves. */
+enum { FLOATS, PAIRS, HALF_RIGHT };
+
+INLINE vec add_product(const int kind, float left, vec right, vec sum) {
+#if HAS_PAIRS
+    if (kind == PAIRS) return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_ps(left), (__m512bh)right);
+#endif
+    (void)kind;
+    return sum + left * right;
+}
+
+/* c[rows, vecs] (+)= a[rows, depth] b[depth, vecs] with the accumulators in registers. kind, rows, vecs and accumulate
+ * are constants at every call. a is read at i * a_row + k * a_col, so that it may be a transposed block. */
+INLINE void multiply_panel(const int kind, const int rows, const int vecs, const int accumulate, int64_t depth,
+                           const number_t *a, int64_t a_row, int64_t a_col, const void *b, int64_t b_row, float *c,
+                           int64_t c_row) {
     vec sum[PANEL_ROWS][PANEL_VECS];
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
@@ -115,12 +175,12 @@ INLINE void multiply_panel(const int rows, const int vecs, const int accumulate,
     for (int64_t k = 0; k < depth; k++) {
         vec right[PANEL_VECS];
 #pragma GCC unroll 8
-        for (int j = 0; j < vecs; j++) right[j] = *(const vec *)(b + k * b_row + j * VEC);
+        for (int j = 0; j < vecs; j++) right[j] = load(kind == HALF_RIGHT, b, k * b_row + j * VEC);
 #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
             const float left = a[i * a_row + k * a_col];
 #pragma GCC unroll 8
-            for (int j = 0; j < vecs; j++) sum[i][j] += left * right[j];
+            for (int j = 0; j < vecs; j++) sum[i][j] = add_product(kind, left, right[j], sum[i][j]);
         }
     }
 #pragma GCC unroll 8
@@ -129,33 +189,47 @@ INLINE void multiply_panel(const int rows, const int vecs, const int accumulate,
         for (int j = 0; j < vecs; j++) *(vec *)(c + i * c_row + j * VEC) = sum[i][j];
 }
 
-INLINE void multiply_columns(const int vecs, const int accumulate, int64_t rows, int64_t depth, const float *a,
-                             int64_t a_row, int64_t a_col, const float *b, int64_t b_row, float *c, int64_t c_row) {
+INLINE void multiply_columns(const int kind, const int vecs, const int accumulate, int64_t rows, int64_t depth,
+                             const number_t *a, int64_t a_row, int64_t a_col, const void *b, int64_t b_row, float *c,
+                             int64_t c_row) {
     int64_t i = 0;
-    for (; i + PANEL_ROWS <= rows; i += PANEL_ROWS)
-        multiply_panel(PANEL_ROWS, vecs, accumulate, depth, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row);
+#define PANEL(n) \
+    multiply_panel(kind, n, vecs, accumulate, depth, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row)
+    for (; i + PANEL_ROWS <= rows; i += PANEL_ROWS) PANEL(PANEL_ROWS);
 #define REST(n) \
-    case n: multiply_panel(n, vecs, accumulate, depth, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row); break;
+    case n: PANEL(n); break;
     switch (rows - i) { REST(1) REST(2) REST(3) REST(4) REST(5) }
 #undef REST
+#undef PANEL
+}
+
+/* The right side from column j on. */
+INLINE const void *columns_from(const int kind, const void *b, int64_t j) {
+    return kind == HALF_RIGHT ? (const void *)((const half_t *)b + j) : (const void *)((const number_t *)b + j);
 }
 
 /* c[rows, columns] (+)= a b for columns a multiple of VEC. */
-INLINE void multiply(const int accumulate, int64_t rows, int64_t columns, int64_t depth, const float *a, int64_t a_row,
-                     int64_t a_col, const float *b, int64_t b_row, float *c, int64_t c_row) {
+INLINE void multiply(const int kind, const int accumulate, int64_t rows, int64_t columns, int64_t depth,
+                     const number_t *a, int64_t a_row, int64_t a_col, const void *b, int64_t b_row, float *c,
+                     int64_t c_row) {
     int64_t j = 0;
     for (; j + PANEL_VECS * VEC <= columns; j += PANEL_VECS * VEC)
-        multiply_columns(PANEL_VECS, accumulate, rows, depth, a, a_row, a_col, b + j, b_row, c + j, c_row);
+        multiply_columns(kind, PANEL_VECS, accumulate, rows, depth, a, a_row, a_col, columns_from(kind, b, j), b_row,
+                         c + j, c_row);
     for (; j < columns; j += VEC)
-        multiply_columns(1, accumulate, rows, depth, a, a_row, a_col, b + j, b_row, c + j, c_row);
+        multiply_columns(kind, 1, accumulate, rows, depth, a, a_row, a_col, columns_from(kind, b, j), b_row, c + j,
+                         c_row);
 }
 
 /* ------------------------------------------------------------------ where things lie */
 
-INLINE const float *keys_at(const call_t *call, const int32_t *table, int64_t position, int64_t head, int64_t plane) {
+INLINE int64_t number_bytes(const call_t *call) { return call->is_half ? 2 : 4; }
+
+/* A head's numbers from `position` on, in the plane that lies so far into its block. */
+INLINE const void *plane_at(const call_t *call, const int32_t *table, int64_t position, int64_t head, int64_t plane) {
     const int64_t block = table[position / call->block_size];
-    const char *start = call->slab + block * call->block_bytes + plane;
-    return (const float *)start + (head * call->block_size + position % call->block_size) * call->head_dim;
+    const int64_t row = head * call->block_size + position % call->block_size;
+    return call->slab + block * call->block_bytes + plane + row * call->head_dim * number_bytes(call);
 }
 
 /* How many keys from `position` on lie in one block, are wanted, and fit the scratch. */
@@ -188,44 +262,63 @@ INLINE void store_line(const call_t *call, const item_t *item, int64_t head, int
     to[dim + 1] = sum;
 }
 
+INLINE void write_row(const call_t *call, char *plane, int64_t row, const float *from) {
+    char *to = plane + row * call->head_dim * number_bytes(call);
+    if (call->is_half) to_halves(from, 1.0f, call->head_dim, (half_t *)to);
+    else memcpy(to, from, call->head_dim * 4);
+}
+
 static void write_token(const call_t *call, int64_t token) {
     const int64_t slot = call->slot_mapping[token], dim = call->head_dim;
     char *block = call->slab + slot / call->block_size * call->block_bytes;
     for (int64_t head = 0; head < call->num_kv_heads; head++) {
-        const int64_t offset = (head * call->block_size + slot % call->block_size) * dim;
-        memcpy((float *)(block + call->k_offset) + offset, call->k + token * call->k_stride + head * dim, dim * 4);
-        memcpy((float *)(block + call->v_offset) + offset, call->v + token * call->v_stride + head * dim, dim * 4);
+        const int64_t row = head * call->block_size + slot % call->block_size;
+        write_row(call, block + call->k_offset, row, call->k + token * call->k_stride + head * dim);
+        write_row(call, block + call->v_offset, row, call->v + token * call->v_stride + head * dim);
     }
 }
 
 /* ------------------------------------------------------------------ several tokens: lines along the lanes */
 
 typedef struct {
-    float query[MAX_HEAD_DIM][MAX_LINES] __attribute__((aligned(64)));
+    float query[MAX_HEAD_DIM][MAX_LINES] __attribute__((aligned(64))); /* PAIRS: [head_dim / 2][lines] pairs */
     float output[MAX_HEAD_DIM][MAX_LINES] __attribute__((aligned(64)));
-    float scores[MAX_KEYS][MAX_LINES] __attribute__((aligned(64)));
+    float scores[MAX_KEYS + 1][MAX_LINES] __attribute__((aligned(64)));
+    /* keys, and then values, of a block of halves: as floats [keys, head_dim], or values as pairs [keys / 2, head_dim] */
+    float unpacked[MAX_KEYS * MAX_HEAD_DIM] __attribute__((aligned(64)));
     float maximum[MAX_LINES] __attribute__((aligned(64)));
     float sum[MAX_LINES] __attribute__((aligned(64)));
     float correction[MAX_LINES] __attribute__((aligned(64)));
     int32_t position[MAX_LINES] __attribute__((aligned(64)));
 } tile_t;
 
-/* Scaled queries, transposed once a tile; unused lanes are zeros and see every key. Returns lanes in use. */
-static int64_t load_tile(const call_t *call, const item_t *item, int64_t head, tile_t *tile) {
+/* A scaled query, as one lane of the tile's. */
+INLINE void load_query(const int kind, const call_t *call, const float *q, tile_t *tile, int64_t line) {
+    const int64_t dim = call->head_dim;
+    if (kind == PAIRS) {
+        half_t rounded[MAX_HEAD_DIM] __attribute__((aligned(64)));
+        to_halves(q, call->scale, dim, rounded);
+        for (int64_t d = 0; d < dim / 2; d++) tile->query[d][line] = ((const number_t *)rounded)[d];
+        return;
+    }
+    for (int64_t d = 0; d < dim; d++) tile->query[d][line] = q[d] * call->scale;
+}
+
+/* The queries, transposed once a tile; unused lanes are zeros and see every key. Returns lanes in use. */
+INLINE int64_t load_tile(const int kind, const call_t *call, const item_t *item, int64_t head, tile_t *tile) {
+    static const float nothing[MAX_HEAD_DIM];
     const int64_t num_lines = item->num_tokens * call->group;
     const int64_t lanes = (num_lines + VEC - 1) / VEC * VEC;
     for (int64_t line = 0; line < lanes; line++) {
         const int used = line < num_lines;
-        const int64_t token = used ? line / call->group : 0, query_head = head * call->group + line % call->group;
+        const int64_t token = line / call->group, query_head = head * call->group + line % call->group;
         const float *q = call->q + (item->first_token + token) * call->q_stride + query_head * call->head_dim;
+        load_query(kind, call, used ? q : nothing, tile, line);
         tile->position[line] = (int32_t)(item->first_position + (used ? token : item->num_tokens - 1));
         tile->maximum[line] = NO_MAXIMUM;
         tile->sum[line] = 0.0f;
-        for (int64_t d = 0; d < call->head_dim; d++) {
-            tile->query[d][line] = used ? q[d] * call->scale : 0.0f;
-            tile->output[d][line] = 0.0f;
-        }
     }
+    for (int64_t d = 0; d < call->head_dim; d++) memset(tile->output[d], 0, lanes * 4);
     return lanes;
 }
 
@@ -259,26 +352,76 @@ static void soften_tile(tile_t *tile, int64_t lanes, int64_t num_keys, int64_t h
         for (int64_t l = 0; l < lanes; l++) tile->output[d][l] *= tile->correction[l];
 }
 
-static void attend_tile(const call_t *call, const item_t *item, int64_t head) {
+/* Keys after a line's token have no weight in it. */
+static void hide_later_keys(tile_t *tile, int64_t lanes, int64_t key, int64_t num_keys) {
+    for (int64_t j = 0; j < num_keys; j++)
+#pragma omp simd
+        for (int64_t l = 0; l < lanes; l++)
+            tile->scores[j][l] = key + j > tile->position[l] ? -INFINITY : tile->scores[j][l];
+}
+
+static const number_t *as_floats(const half_t *from, int64_t count, float *to) {
+    for (int64_t i = 0; i < count; i++) to[i] = from_half(from[i]);
+    return to;
+}
+
+/* Values of two keys beside each other; where the last has no second, its place is zeros. */
+static const number_t *as_pairs(const half_t *values, int64_t num_keys, int64_t dim, float *to) {
+    uint32_t *pairs = (uint32_t *)to;
+    for (int64_t j = 0; j < num_keys; j += 2) {
+        const half_t *first = values + j * dim, *second = first + dim;
+        if (j + 1 < num_keys)
+            for (int64_t d = 0; d < dim; d++) pairs[j / 2 * dim + d] = first[d] | (uint32_t)second[d] << 16;
+        else
+            for (int64_t d = 0; d < dim; d++) pairs[j / 2 * dim + d] = first[d];
+    }
+    return to;
+}
+
+/* The weights of two keys beside each other, in place. They are of 0 to 1. */
+static void pair_weights(tile_t *tile, int64_t lanes, int64_t num_keys) {
+    if (num_keys % 2) memset(tile->scores[num_keys], 0, lanes * 4);
+    for (int64_t j = 0; j < num_keys; j += 2) {
+        const bits *first = (const bits *)tile->scores[j], *second = (const bits *)tile->scores[j + 1];
+        bits *to = (bits *)tile->scores[j / 2];
+        for (int64_t l = 0; l < lanes / VEC; l++) to[l] = (first[l] + 0x8000) >> 16 | ((second[l] + 0x8000) & 0xffff0000);
+    }
+}
+
+/* kind: of the products, FLOATS or PAIRS. */
+INLINE void attend_tile(const int kind, const int is_half, const call_t *call, const item_t *item, int64_t head) {
     tile_t tile;
     const int32_t *table = call->block_tables + item->slot * call->block_table_stride;
-    const int64_t lanes = load_tile(call, item, head, &tile), dim = call->head_dim;
+    const int64_t lanes = load_tile(kind, call, item, head, &tile), dim = call->head_dim;
+    const int64_t numbers = kind == PAIRS ? 2 : 1; /* halves that are multiplied as one */
     for (int64_t key = item->key_begin; key < item->key_end;) {
         const int64_t num_keys = num_keys_at(call, key, item->key_end);
-        multiply(0, num_keys, lanes, dim, keys_at(call, table, key, head, call->k_offset), dim, 1, tile.query[0],
-                 MAX_LINES, tile.scores[0], MAX_LINES);
-        if (key + num_keys - 1 > item->first_position)
-            for (int64_t j = 0; j < num_keys; j++)
-#pragma omp simd
-                for (int64_t l = 0; l < lanes; l++)
-                    tile.scores[j][l] = key + j > tile.position[l] ? -INFINITY : tile.scores[j][l];
+        const number_t *keys = plane_at(call, table, key, head, call->k_offset);
+        const number_t *values = plane_at(call, table, key, head, call->v_offset);
+        if (is_half && kind == FLOATS) keys = as_floats((const half_t *)keys, num_keys * dim, tile.unpacked);
+        multiply(kind, 0, num_keys, lanes, dim / numbers, keys, dim / numbers, 1, tile.query[0], MAX_LINES,
+                 tile.scores[0], MAX_LINES);
+        if (key + num_keys - 1 > item->first_position) hide_later_keys(&tile, lanes, key, num_keys);
         soften_tile(&tile, lanes, num_keys, dim);
-        multiply(1, dim, lanes, num_keys, keys_at(call, table, key, head, call->v_offset), 1, dim, tile.scores[0],
-                 MAX_LINES, tile.output[0], MAX_LINES);
+        if (kind == PAIRS) {
+            pair_weights(&tile, lanes, num_keys);
+            values = as_pairs((const half_t *)values, num_keys, dim, tile.unpacked);
+        } else if (is_half) values = as_floats((const half_t *)values, num_keys * dim, tile.unpacked);
+        multiply(kind, 1, dim, lanes, (num_keys + numbers - 1) / numbers, values, 1, dim, tile.scores[0], MAX_LINES,
+                 tile.output[0], MAX_LINES);
         key += num_keys;
     }
     for (int64_t line = 0; line < item->num_tokens * call->group; line++)
         store_line(call, item, head, line, &tile.output[0][line], MAX_LINES, tile.maximum[line], tile.sum[line]);
+}
+
+static void attend_tile_of_floats(const call_t *call, const item_t *item, int64_t head) {
+    attend_tile(FLOATS, 0, call, item, head);
+}
+
+static void attend_tile_of_halves(const call_t *call, const item_t *item, int64_t head) {
+    if (HAS_PAIRS && call->head_dim % 2 == 0) attend_tile(PAIRS, 1, call, item, head);
+    else attend_tile(FLOATS, 1, call, item, head);
 }
 
 /* ------------------------------------------------------------------ a single token: the head dimension along the lanes */
@@ -305,31 +448,34 @@ INLINE float add_lanes(vec lanes) {
     return pair[0] + pair[1];
 }
 
-INLINE float dot_product(const float *a, const float *b, const int64_t count) {
+/* b: a row of a plane. */
+INLINE float dot_product(const int is_half, const float *a, const void *b, const int64_t count) {
     vec sums = {0};
     int64_t d = 0;
-    for (; d + VEC <= count; d += VEC) sums += *(const vec *)(a + d) * *(const vec *)(b + d);
+    for (; d + VEC <= count; d += VEC) sums += *(const vec *)(a + d) * load(is_half, b, d);
     float sum = add_lanes(sums);
-    for (; d < count; d++) sum += a[d] * b[d];
+    for (; d < count; d++) sum += a[d] * load_one(is_half, b, d);
     return sum;
 }
 
-/* Asks for a row of a plane before it is needed: a block's values while its keys are read, and the next block's keys. */
-INLINE void fetch(const float *row, const int64_t dim) {
-    for (int64_t d = 0; d < dim; d += CACHE_LINE / 4) __builtin_prefetch(row + d);
+/* Asks for bytes before they are needed: a block's values while its keys are read, and the next block's keys. */
+INLINE void fetch(const char *from, const int64_t num_bytes) {
+    for (int64_t at = 0; at < num_bytes; at += CACHE_LINE) __builtin_prefetch(from + at);
 }
 
-/* scores[line][key] of keys, in one plane, that lie from `keys` on; `values` and `next_keys`: what is read after them. */
-INLINE void score_keys(const float *query, int64_t num_lines, const float *keys, int64_t num_keys, const float *values,
-                       const float *next_keys, const int64_t dim, float (*scores)[MAX_KEYS]) {
+/* scores[line][key] of keys, in one plane, that lie from `keys` on; `values`, `next_keys`: what is read after them. */
+INLINE void score_keys(const int is_half, const float *query, int64_t num_lines, const char *keys, int64_t num_keys,
+                       const char *values, const char *next_keys, const int64_t dim, float (*scores)[MAX_KEYS]) {
+    const int64_t row_bytes = dim * (is_half ? 2 : 4);
     for (int64_t j = 0; j < num_keys; j++) {
-        fetch(values + j * dim, dim);
-        fetch(next_keys + j * dim, dim);
-        for (int64_t g = 0; g < num_lines; g++) scores[g][j] = dot_product(query + g * dim, keys + j * dim, dim);
+        const int64_t at = j * row_bytes;
+        fetch(values + at, row_bytes);
+        fetch(next_keys + at, row_bytes);
+        for (int64_t g = 0; g < num_lines; g++) scores[g][j] = dot_product(is_half, query + g * dim, keys + at, dim);
     }
 }
 
-static void attend_single(const call_t *call, const item_t *item, int64_t head) {
+INLINE void attend_single(const int is_half, const call_t *call, const item_t *item, int64_t head) {
     float output[MAX_LINES][MAX_HEAD_DIM] __attribute__((aligned(64)));
     float scores[MAX_LINES][MAX_KEYS] __attribute__((aligned(64)));
     float maximum[MAX_LINES], sum[MAX_LINES];
@@ -343,39 +489,49 @@ static void attend_single(const call_t *call, const item_t *item, int64_t head) 
     }
     for (int64_t key = item->key_begin; key < item->key_end;) {
         const int64_t num_keys = num_keys_at(call, key, item->key_end);
-        const float *keys = keys_at(call, table, key, head, call->k_offset);
-        const float *values = keys_at(call, table, key, head, call->v_offset);
         const int64_t next = key + num_keys < item->key_end ? key + num_keys : key;
-        const float *next_keys = keys_at(call, table, next, head, call->k_offset);
+        const char *keys = plane_at(call, table, key, head, call->k_offset);
+        const char *values = plane_at(call, table, key, head, call->v_offset);
+        const char *next_keys = plane_at(call, table, next, head, call->k_offset);
         /* the two common sizes as constants, so that the loop over the dimension unrolls */
-        if (dim == 64) score_keys(query, group, keys, num_keys, values, next_keys, 64, scores);
-        else if (dim == 128) score_keys(query, group, keys, num_keys, values, next_keys, 128, scores);
-        else score_keys(query, group, keys, num_keys, values, next_keys, dim, scores);
+        if (dim == 64) score_keys(is_half, query, group, keys, num_keys, values, next_keys, 64, scores);
+        else if (dim == 128) score_keys(is_half, query, group, keys, num_keys, values, next_keys, 128, scores);
+        else score_keys(is_half, query, group, keys, num_keys, values, next_keys, dim, scores);
         for (int64_t g = 0; g < group; g++) {
             float *line = scores[g];
-            float next = maximum[g], added = 0.0f;
-#pragma omp simd reduction(max : next)
+            float next_maximum = maximum[g], added = 0.0f;
+#pragma omp simd reduction(max : next_maximum)
             for (int64_t j = 0; j < num_keys; j++) {
                 line[j] *= call->scale;
-                next = line[j] > next ? line[j] : next;
+                next_maximum = line[j] > next_maximum ? line[j] : next_maximum;
             }
 #pragma omp simd reduction(+ : added)
             for (int64_t j = 0; j < num_keys; j++) {
-                line[j] = exp_nonpositive(line[j] - next);
+                line[j] = exp_nonpositive(line[j] - next_maximum);
                 added += line[j];
             }
-            const float correction = exp_nonpositive(maximum[g] - next);
+            const float correction = exp_nonpositive(maximum[g] - next_maximum);
             sum[g] = sum[g] * correction + added;
-            maximum[g] = next;
+            maximum[g] = next_maximum;
             for (int64_t d = 0; d < dim; d++) output[g][d] *= correction;
         }
-        multiply(1, group, vector_dim, num_keys, scores[0], MAX_KEYS, 1, values, dim, output[0], MAX_HEAD_DIM);
+        multiply(is_half ? HALF_RIGHT : FLOATS, 1, group, vector_dim, num_keys, scores[0], MAX_KEYS, 1, values, dim,
+                 output[0], MAX_HEAD_DIM);
         for (int64_t d = vector_dim; d < dim; d++)
             for (int64_t g = 0; g < group; g++)
-                for (int64_t j = 0; j < num_keys; j++) output[g][d] += scores[g][j] * values[j * dim + d];
+                for (int64_t j = 0; j < num_keys; j++)
+                    output[g][d] += scores[g][j] * load_one(is_half, values, j * dim + d);
         key += num_keys;
     }
     for (int64_t g = 0; g < group; g++) store_line(call, item, head, g, output[g], 1, maximum[g], sum[g]);
+}
+
+static void attend_single_of_floats(const call_t *call, const item_t *item, int64_t head) {
+    attend_single(0, call, item, head);
+}
+
+static void attend_single_of_halves(const call_t *call, const item_t *item, int64_t head) {
+    attend_single(1, call, item, head);
 }
 
 /* ------------------------------------------------------------------ partials, and the entry */
@@ -400,6 +556,12 @@ static void merge_parts(const call_t *call, const merge_t *merge, int64_t head) 
     }
 }
 
+static void attend_item(const call_t *call, const item_t *item, int64_t head) {
+    const int is_single = item->num_tokens == 1;
+    if (call->is_half) (is_single ? attend_single_of_halves : attend_tile_of_halves)(call, item, head);
+    else (is_single ? attend_single_of_floats : attend_tile_of_floats)(call, item, head);
+}
+
 /* By every thread of a team; all of it is done when one returns. */
 INLINE void attend(const call_t *call) {
 #pragma omp for schedule(static)
@@ -408,9 +570,7 @@ INLINE void attend(const call_t *call) {
     const int64_t num_works = call->num_items * call->num_kv_heads;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t work = 0; work < num_works; work++) {
-        const item_t *item = call->items + work % call->num_items;
-        if (item->num_tokens == 1) attend_single(call, item, work / call->num_items);
-        else attend_tile(call, item, work / call->num_items);
+        attend_item(call, call->items + work % call->num_items, work / call->num_items);
     }
     if (call->num_merges == 0) return;
 #pragma omp for schedule(static)

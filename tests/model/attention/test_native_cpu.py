@@ -42,7 +42,7 @@ def test_one_openmp_runtime_lives_in_the_process(kernel_cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [KVLayout(1, 1, 16, 16, "bfloat16"), KVLayout(1, 1, 512, 16)], ids=["dtype", "head_dim"]
+    "layout", [KVLayout(1, 1, 16, 16, "float16"), KVLayout(1, 1, 512, 16)], ids=["dtype", "head_dim"]
 )
 def test_shapes_the_kernel_lacks_are_refused(layout: KVLayout, kernel_cache: Path) -> None:
     with pytest.raises(NativeUnavailable, match="head_dim up to 256"):
