@@ -39,7 +39,9 @@ PATH = "/v1/completions"
 UNKNOWN_YET = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 ASK_REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(UNKNOWN_YET)}
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
-SETTINGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "8192", "--no-enable-prefix-caching")
+SETTINGS = ("--max-model-len", "8192", "--no-enable-prefix-caching")
+# Of the pair: that is how its documentation starts it.
+EAGER = ("--dtype", "float32", "--enforce-eager")
 
 
 def _asked(prompt: Sequence[int], num_tokens: int) -> dict[str, object]:
@@ -57,10 +59,11 @@ def _tokens(event: Mapping[str, Any]) -> list[int]:
 COMPLETIONS = Completions(PATH, _body, _tokens)
 
 
-def vllm_server(environment: Path, model: Path, folder: Path) -> AbstractContextManager[CompletionServer]:
-    """One server that does both, on all cores, until the block ends."""
+def vllm_server(environment: Path, model: Path, dtype: str, folder: Path) -> AbstractContextManager[CompletionServer]:
+    """One server that does both, on all cores, compiled as is its default, until the block ends."""
     cores = sorted(os.sched_getaffinity(0))
-    return serving(_server("vLLM", environment, model, cores, folder / "vllm.log"), COMPLETIONS)
+    more = ("--dtype", dtype)
+    return serving(_server("vLLM", environment, model, cores, folder / "vllm.log", more), COMPLETIONS)
 
 
 def _server(
@@ -89,7 +92,7 @@ def _server(
 
 def _node(name: str, environment: Path, model: Path, core: int, folder: Path) -> HttpServer:
     """One of a pair, with its model on one core."""
-    more = ("--kv-transfer-config", json.dumps(CONNECTOR))
+    more = (*EAGER, "--kv-transfer-config", json.dumps(CONNECTOR))
     side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     log = folder / f"vllm-{name}.log"
     node = _server(f"vLLM's {name} node", environment, model, [core], log, more, side_channel)

@@ -45,14 +45,15 @@ def chosen_kinds(arguments: argparse.Namespace, model: Model) -> list[Kind]:
         deployed(name, quantization, model, num_streams, settings if name == "fused" else {})
         for name in names
         if name in OURS
-        for quantization in dict.fromkeys(arguments.quantization or ["fp32"])
+        for quantization in dict.fromkeys(arguments.quantization or ["auto"])
     ]
     return kinds + [_peer(name, Path(arguments.peers), model, num_streams) for name in names if name not in OURS]
 
 
 def _peer(name: str, peers: Path, model: Model, num_streams: int) -> Kind:
-    if name == VLLM:
-        return http_peer(name, model, partial(vllm_server, (peers / "vllm").absolute(), model.directory))
+    if name in VLLM:
+        environment = (peers / "vllm").absolute()
+        return http_peer(name, model, partial(vllm_server, environment, model.directory, VLLM[name]))
     assert name == LLAMA, name
     most_tokens = read_config(model.directory).max_position_embeddings
     return http_peer(

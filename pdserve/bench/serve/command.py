@@ -11,16 +11,18 @@ from typing import Any, get_args
 from pdserve.bench.peers import installed
 from pdserve.commands.arguments import one_of, parsed, picture, read, read_file, real, refuse, whole, written_file
 from pdserve.commands.parsing import CommandParser, add_json, command_parser, targets
-from pdserve.config import Quantization
+from pdserve.config import QuantizationSetting
 from pdserve.config.fields import FIELDS
 from pdserve.config.sources import read_layers
 from pdserve.errors import StartupError
 from pdserve.faults import Fault
 from pdserve.sim.lengths import FORMS, parse_lengths
 
-OURS, VLLM, LLAMA = ("fused", "pair"), "vllm", "llama-server"
+OURS, LLAMA = ("fused", "pair"), "llama-server"
+# By what weights and arithmetic are.
+VLLM = {"vllm-fp32": "float32", "vllm-bf16": "bfloat16"}
 PEERS: dict[str, Callable[[Path], bool]] = {
-    VLLM: lambda peers: installed.has_library(peers, VLLM),
+    **dict.fromkeys(VLLM, lambda peers: installed.has_library(peers, "vllm")),
     LLAMA: lambda peers: installed.has_llama(peers, LLAMA),
 }
 MODEL = "smollm2"
@@ -105,13 +107,13 @@ def _add_servers(parser: CommandParser) -> None:
         metavar="NAME",
         help=f"in turns, of {', '.join(names)} (default: fused and pair)",
     )
-    forms = get_args(Quantization)
+    forms = get_args(QuantizationSetting)
     group.add_argument(
         "--quantization",
         nargs="+",
         type=one_of("--quantization", forms),
         metavar="|".join(forms),
-        help="of fused and pair; several are as many servers (default: fp32)",
+        help="of fused and pair; several are as many servers (default: auto)",
     )
     group.add_argument(
         "--set",

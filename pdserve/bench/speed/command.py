@@ -21,7 +21,8 @@ PEERS: dict[str, Callable[[Path], bool]] = {
     "ctranslate2-int8": partial(has_library, name="ctranslate2"),
     "llama.cpp": lambda peers: has_llama(peers, "llama-bench", "llama-batched-bench"),
     "llama-server": lambda peers: has_llama(peers, "llama-server"),
-    "vllm": partial(has_library, name="vllm"),
+    "vllm-fp32": partial(has_library, name="vllm"),
+    "vllm-bf16": partial(has_library, name="vllm"),
 }
 # Their model is the embedded one's GGUF.
 OF_THE_EMBEDDED_MODEL, EMBEDDED = ("llama.cpp", "llama-server"), "smollm2"

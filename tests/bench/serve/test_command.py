@@ -23,7 +23,7 @@ def refused(*words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "begins"),
     [
-        (["--servers", "fused", "tgi"], "--servers tgi: give one of fused, pair, vllm, llama-server"),
+        (["--servers", "fused", "tgi"], "--servers tgi: give one of fused, pair, vllm-fp32, vllm-bf16, llama-server"),
         (["--quantization", "int3"], "--quantization int3: "),
         (["--set", "speed=9"], "--set speed=9: give FIELD=VALUE of a flag"),
         (["--set", "port=9"], "--set port=9: give FIELD=VALUE of a flag"),
@@ -44,7 +44,7 @@ def test_a_wrong_argument_is_told(words: list[str], begins: str) -> None:
     assert refused(*words).startswith(begins)
 
 
-@pytest.mark.parametrize("name", ["vllm", "llama-server"])
+@pytest.mark.parametrize("name", ["vllm-fp32", "llama-server"])
 def test_a_server_that_is_not_installed_is_told_with_what_installs_it(name: str, tmp_path: Path) -> None:
     told = refused("--servers", "fused", name, "--peers", str(tmp_path))
     assert told.startswith(f"--servers {name}: isn't in {tmp_path}; ")

@@ -33,8 +33,8 @@ def test_an_engine_that_is_not_installed_is_told_with_what_installs_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(tmp_path, "transformers")
-    said = refused(capsys, "--peers", str(tmp_path), "--engines", "transformers", "vllm", "llama-server")
-    assert f"--engines vllm: is not in {tmp_path}; `make bench-speed` installs it" in said
+    said = refused(capsys, "--peers", str(tmp_path), "--engines", "transformers", "vllm-bf16", "llama-server")
+    assert f"--engines vllm-bf16: is not in {tmp_path}; `make bench-speed` installs it" in said
     assert f"--engines llama-server: is not in {tmp_path}" in said
     assert "--engines transformers" not in said
 
@@ -70,7 +70,7 @@ def test_every_peer_that_may_be_named_can_be_made(tmp_path: Path) -> None:
     assert {name for name, (engine,) in made.items() if engine.is_peer} == set(command.PEERS)
     assert {name for name, (engine,) in made.items() if engine.is_over_grpc} == {"fused", "pair"}
     assert made["ctranslate2-int8"][0].version == "4.8.5"
-    assert made["vllm"][0].version == "unknown"
+    assert made["vllm-bf16"][0].version == "unknown"
 
 
 def test_the_machine_says_what_it_is() -> None:
