@@ -5,115 +5,124 @@ from __future__ import annotations
 import argparse
 import resource
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
 from pdserve.bench.policy_runs import Model
 from pdserve.bench.speed.arguments import chosen_cells, speed_parser
 from pdserve.bench.speed.cells import Cell
+from pdserve.bench.speed.engine_report import Form, Row, show
 from pdserve.bench.speed.in_process import Engine, Profile
+from pdserve.bench.speed.limits import Limits, compare, measure_limits
+from pdserve.bench.speed.model_size import model_size
+from pdserve.bench.speed.quality import judge, prose
+from pdserve.bench.speed.scaling import measure_scaling
+from pdserve.bench.speed.scaling_report import scaling_table
 from pdserve.commands.arguments import read, whole
 from pdserve.commands.parsing import CommandParser
 from pdserve.commands.tables import write_json
-from pdserve.config import Quantization
+from pdserve.config import Quantization, cache_dir
 from pdserve.config.environment import num_cores
+from pdserve.engine.tokenizer import HfTokenizer
 from pdserve.model import hub
+from pdserve.model.model_config import read_config
+from pdserve.model.native_build import NativeUnavailable
 from pdserve.model.progress import Progress, show_progress
+from pdserve.request import TokenLogprobs
 
-# Of the text that the quality is taken from.
-NUM_TEXT_TOKENS = 4000
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One cell. tokens_per_s: of each repetition. round_ms: mean. shares: of the rounds' time, by part."""
-
-    cell: str
-    tokens_per_s: tuple[float, ...]
-    round_ms: float
-    shares: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """One form of the weights. nll: mean -log(probability) of a text's tokens, in nats."""
-
-    quantization: str
-    nll: float
-    loaded_s: float
-    rows: tuple[Row, ...]
+Figures = dict[str, object]
 
 
 def main(argv: list[str]) -> int:
     """0."""
     arguments = read(_parser(), argv)
-    cells = chosen_cells(arguments)
     console = Console(highlight=False, stderr=arguments.json == "-")
     with show_progress() as progress:
         model = Model.of(hub.resolve(arguments.model, progress=progress))
-        forms = []
-        for quantization in arguments.quantization:
-            forms.append(_measure_form(quantization, model, cells, arguments, progress))
-    _show(forms, console)
+        measure = _measure_scaling if arguments.scaling else _measure_cells
+        figures = measure(model, arguments, console, progress)
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     console.print(f"{arguments.threads} threads; at most {peak_mib:,.0f} MiB resident")
     if arguments.json:
-        figures = {"threads": arguments.threads, "peak_mib": peak_mib}
-        write_json(arguments.json, figures | {"forms": [asdict(form) for form in forms]})
+        write_json(arguments.json, {"threads": arguments.threads, "peak_mib": peak_mib} | figures)
     return 0
 
 
-def _measure_form(
-    quantization: Quantization, model: Model, cells: Sequence[Cell], arguments: argparse.Namespace, progress: Progress
-) -> Form:
-    engine = Engine(
+def _measure_scaling(model: Model, arguments: argparse.Namespace, console: Console, progress: Progress) -> Figures:
+    found = [
+        measure_scaling(model.directory, quantization, model.text, arguments.threads, progress)
+        for quantization in arguments.quantization
+    ]
+    console.print(scaling_table(found))
+    return {"scaling": [scaling.figures() for scaling in found]}
+
+
+def _measure_cells(model: Model, arguments: argparse.Namespace, console: Console, progress: Progress) -> Figures:
+    limits = _known_limits(model, arguments.threads, console)
+    most_tokens = read_config(model.directory).max_position_embeddings - 1
+    text = HfTokenizer(model.directory).encode(prose())[:most_tokens]
+    forms: list[Form] = []
+    exact: list[TokenLogprobs] | None = None
+    # fp32 first: the others are judged by it.
+    for quantization in sorted(arguments.quantization, key=lambda form: form != "fp32"):
+        engine = _load(model, quantization, arguments, len(text))
+        entries = engine.read(text)
+        exact = entries if quantization == "fp32" else exact
+        quality = judge(entries, exact)
+        forms.append(Form(quantization, quality, engine.loaded_s, _rows(engine, model, arguments, limits, progress)))
+    show(forms, console)
+    return {"limits": limits and asdict(limits), "forms": [asdict(form) for form in forms]}
+
+
+def _known_limits(model: Model, num_threads: int, console: Console) -> Limits | None:
+    """Printed; or why they are not known."""
+    if read_config(model.directory).experts is not None:
+        console.print("no limits: which weights a mixture of experts reads is up to its tokens")
+        return None
+    try:
+        limits = measure_limits(num_threads, cache_dir())
+    except NativeUnavailable as reason:
+        console.print(f"no limits: {reason}")
+        return None
+    console.print(str(limits))
+    return limits
+
+
+def _load(model: Model, quantization: Quantization, arguments: argparse.Namespace, num_text_tokens: int) -> Engine:
+    cells = chosen_cells(arguments)
+    return Engine(
         model.directory,
         quantization,
-        max_tokens=max(NUM_TEXT_TOKENS, *(cell.total_tokens for cell in cells)),
+        max_tokens=max(num_text_tokens, *(cell.total_tokens for cell in cells)),
         max_num_seqs=max(cell.num_streams for cell in cells),
         num_threads=arguments.threads,
     )
-    nll = engine.nll(model.text[:NUM_TEXT_TOKENS])
-    rows = []
+
+
+def _rows(
+    engine: Engine, model: Model, arguments: argparse.Namespace, limits: Limits | None, progress: Progress
+) -> tuple[Row, ...]:
+    cells, rows = chosen_cells(arguments), []
     for number, cell in enumerate(cells):
-        progress(f"{quantization} cells", number, len(cells))
-        rows.append(_measure(engine, model, cell, arguments.repeats))
-    progress(f"{quantization} cells", len(cells), len(cells))
-    return Form(quantization, nll, engine.loaded_s, tuple(rows))
+        progress(f"{engine.quantization} cells", number, len(cells))
+        rows.append(_measure(engine, model, cell, arguments.repeats, limits))
+    progress(f"{engine.quantization} cells", len(cells), len(cells))
+    return tuple(rows)
 
 
-def _measure(engine: Engine, model: Model, cell: Cell, repeats: int) -> Row:
+def _measure(engine: Engine, model: Model, cell: Cell, repeats: int, limits: Limits | None) -> Row:
     """The first repetition warms up, the last has its parts timed; neither's speed counts."""
     engine.hear_all(cell.calls(model.text, 0))
     speeds = [cell.tokens_per_s(engine.hear_all(cell.calls(model.text, repeat + 1))) for repeat in range(repeats)]
     profile = engine.profile = Profile()
     with profile.watching():
         engine.hear_all(cell.calls(model.text, repeats + 1))
-    return Row(cell.name, tuple(speeds), 1e3 * profile.rounds_s / profile.num_rounds, profile.shares())
-
-
-def _show(forms: Sequence[Form], console: Console) -> None:
-    speeds = Table("weights", "", "tokens/s", "of all repeats", "round, ms", box=SIMPLE)
-    for form in forms:
-        for row in form.rows:
-            spread = f"{min(row.tokens_per_s):.1f} to {max(row.tokens_per_s):.1f}"
-            median = f"{statistics.median(row.tokens_per_s):.1f}"
-            speeds.add_row(form.quantization, row.cell, median, spread, f"{row.round_ms:.1f}")
-    console.print(speeds)
-    parts = list(dict.fromkeys(part for form in forms for row in form.rows for part in row.shares))
-    shares = Table("weights", "% of a round", *parts, box=SIMPLE)
-    for form in forms:
-        for row in form.rows:
-            shares.add_row(form.quantization, row.cell, *(f"{100 * row.shares.get(part, 0.0):.0f}" for part in parts))
-    console.print(shares)
-    quality = Table("weights", "nll, nats a token", "loaded in, s", box=SIMPLE)
-    for form in forms:
-        quality.add_row(form.quantization, f"{form.nll:.4f}", f"{form.loaded_s:.1f}")
-    console.print(quality)
+    compared = None
+    if limits is not None:
+        size = model_size(read_config(model.directory), engine.quantization)
+        compared = compare(size, limits, cell, statistics.median(speeds))
+    return Row(cell.name, tuple(speeds), 1e3 * profile.rounds_s / profile.num_rounds, profile.shares(), compared)
 
 
 def _parser() -> CommandParser:
@@ -121,4 +130,6 @@ def _parser() -> CommandParser:
     parser = speed_parser("engine", purpose, "pdserve bench engine --quantization int4 --repeats 1", ["fp32"])
     threads = whole("--threads", least=1, most=1024)
     parser.add_argument("--threads", type=threads, default=num_cores(), metavar="N", help="default: %(default)s")
+    scaling = "what a round takes by its rows and their context, instead of the cells"
+    parser.add_argument("--scaling", action="store_true", help=scaling)
     return parser

@@ -11,18 +11,20 @@ from typing import Any
 
 from pdserve.bench.listening import Call, Heard
 from pdserve.config import Quantization, cache_dir
+from pdserve.kv.layout import KVLayout
 from pdserve.kv.storage import KVStorage
 from pdserve.model.attention.native_cpu import NativeAttention
 from pdserve.model.attention.torch_cpu import TorchAttention
 from pdserve.model.batch import SlotTable
 from pdserve.model.linear import Linear
-from pdserve.model.model_config import read_config
+from pdserve.model.model_config import ModelConfig, read_config
 from pdserve.model.native_layers import NativeLayers
 from pdserve.model.quantized_linear import QuantizedLinear
 from pdserve.model.runner import RoundResult
 from pdserve.model.sampler import Sampler
 from pdserve.model.torch_runner import TorchRunner, load
-from pdserve.request import RequestId, SamplingParams, TokenRequest
+from pdserve.model.weight_form import choose_kv_dtype
+from pdserve.request import RequestId, SamplingParams, TokenLogprobs, TokenRequest
 from pdserve.scheduler.config import SchedulerConfig
 from pdserve.scheduler.plan import Outcome, StepDone, Submission, TokenDrawn
 from pdserve.scheduler.scheduler import Scheduler
@@ -96,6 +98,28 @@ class Profile:
         self.parts_s[part] = self.parts_s.get(part, 0.0) + seconds
 
 
+def kv_layout(config: ModelConfig, quantization: Quantization) -> KVLayout:
+    """As nodes have it where nothing else is asked for."""
+    return config.kv_layout(BLOCK_SIZE, choose_kv_dtype("auto", quantization))
+
+
+def load_runner(
+    directory: Path, storage: KVStorage, quantization: Quantization, max_num_seqs: int, num_threads: int
+) -> TorchRunner:
+    """storage: of blocks of BLOCK_SIZE."""
+    config = read_config(directory)
+    return load(
+        directory,
+        config,
+        storage,
+        max_slots=max_num_seqs,
+        max_model_len=config.max_position_embeddings,
+        cache_dir=cache_dir(),
+        num_threads=num_threads,
+        quantization=quantization,
+    )
+
+
 class Engine:
     """A model with as much KV as the requests of one cell need."""
 
@@ -111,18 +135,10 @@ class Engine:
         """max_tokens: of all requests that are served at once."""
         config = read_config(directory)
         num_blocks = max_tokens // BLOCK_SIZE + 2 * max_num_seqs
-        storage = KVStorage(config.kv_layout(BLOCK_SIZE), num_blocks)
+        storage = KVStorage(kv_layout(config, quantization), num_blocks)
         start_s = time.monotonic()
-        self._runner: TorchRunner = load(
-            directory,
-            config,
-            storage,
-            max_slots=max_num_seqs,
-            max_model_len=config.max_position_embeddings,
-            cache_dir=cache_dir(),
-            num_threads=num_threads,
-            quantization=quantization,
-        )
+        self._runner = load_runner(directory, storage, quantization, max_num_seqs, num_threads)
+        self.quantization = quantization
         self.loaded_s = time.monotonic() - start_s
         self._config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -150,18 +166,18 @@ class Engine:
                     arrivals_s[outcome.request_id].append(time.monotonic())
         return [Heard(call.number, called_s, tuple(arrivals_s[RequestId(str(call.number))])) for call in calls]
 
-    def nll(self, tokens: Sequence[int]) -> float:
-        """Mean of -log(probability) of each token after those before it, in nats."""
+    def read(self, tokens: Sequence[int]) -> list[TokenLogprobs]:
+        """Of each token but the first, after those before it: its log probability, and the most likely token's."""
         scheduler = Scheduler(self._config)
-        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, prompt_logprobs=0)
+        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, prompt_logprobs=1)
         request = TokenRequest(RequestId("text"), tuple(tokens), sampling)
         scheduler.submit(Submission(request.request_id, request.prompt, 1, reads_prefix_cache=False))
-        logprobs: list[float] = []
+        entries: list[TokenLogprobs] = []
         while scheduler.has_work:
             result, _ = self._round(scheduler, {request.request_id: request})
-            logprobs += [entry.logprob for entry in result.prompt_logprobs.get(request.request_id, ())]
-        assert len(logprobs) == len(tokens) - 1, (len(logprobs), len(tokens))
-        return -sum(logprobs) / len(logprobs)
+            entries += result.prompt_logprobs.get(request.request_id, ())
+        assert len(entries) == len(tokens) - 1, (len(entries), len(tokens))
+        return entries
 
     def _round(
         self, scheduler: Scheduler, requests: Mapping[RequestId, TokenRequest]
