@@ -1,4 +1,4 @@
-/* All layers of a dense decoder in one call, by one team of threads: layers.py's loop over the same kernels, to the bit.
+/* All layers of a dense decoder in one call, by one team of threads: what llama.py computes step by step, to the bit.
  *
  * Called one by one, the steps of a round of one row cost more to get to than to do: some ten calls a layer, each of
  * which wakes the team. Here threads only meet at the end of each step, and Python is away for the whole round.
@@ -64,13 +64,13 @@ INLINE void count(round_t *round, int part, double *since) {
     *since = at;
 }
 
-INLINE void multiply_rows_of(const round_t *round, const matrix_t *matrix, const float *x, float *out) {
+INLINE void multiply_all(const round_t *round, const matrix_t *matrix, const float *x, float *out) {
     multiply_matrix(matrix, x, matrix->num_in, round->num_rows, out, round->scratch);
 }
 
 INLINE void attend_layer(round_t *round, const layer_t *layer, double *since) {
     const int64_t rows = round->num_rows, dim = round->attention->head_dim, stride = layer->qkv->num_out;
-    multiply_rows_of(round, layer->qkv, round->normed, round->qkv);
+    multiply_all(round, layer->qkv, round->normed, round->qkv);
     count(round, MATRICES, since);
     if (layer->qk_norm) norm_heads(round->qkv, stride, layer->qk_norm, rows, round->qk_heads, dim, round->eps);
     rotate(round->qkv, stride, round->cosines, round->sines, rows, round->qk_heads, dim / 2);
@@ -85,16 +85,16 @@ INLINE void attend_layer(round_t *round, const layer_t *layer, double *since) {
     call.out = round->attended;
     attend(&call);
     count(round, ATTENTION, since);
-    multiply_rows_of(round, layer->attention_output, round->attended, round->delta);
+    multiply_all(round, layer->attention_output, round->attended, round->delta);
     count(round, MATRICES, since);
 }
 
 INLINE void feed_forward(round_t *round, const layer_t *layer, double *since) {
-    multiply_rows_of(round, layer->gate_up, round->normed, round->gate_up);
+    multiply_all(round, layer->gate_up, round->normed, round->gate_up);
     count(round, MATRICES, since);
     silu_and_multiply(round->gate_up, round->gated, round->num_rows, round->intermediate);
     count(round, SMALL_STEPS, since);
-    multiply_rows_of(round, layer->down, round->gated, round->delta);
+    multiply_all(round, layer->down, round->gated, round->delta);
     count(round, MATRICES, since);
 }
 
