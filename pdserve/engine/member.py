@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pdserve.engine.channel import FrontChannel
 from pdserve.engine.launch import Process, RankProcess, RankSpec
@@ -146,6 +146,11 @@ class Member:
         look = self._look()
         return look is not None and look.is_stopped
 
+    @property
+    def _has_ended(self) -> bool:
+        look = self._look()
+        return self._process is not None and (look is None or look.has_ended)
+
     def _look(self) -> ProcessLook | None:
         """None where its process is gone, or somebody else's."""
         return self._process.look() if self._process is not None else None
@@ -174,21 +179,29 @@ class Member:
 
     def tell(self, message: ToRank) -> None:
         """A rank that is lost is told nothing: its requests have heard of that in their inboxes."""
-        if not self.is_lost:
-            self._channel.send(message)
+        self._tell(self._channel, message)
 
     def tell_transport(self, message: ToTransport) -> None:
         """As `tell`, to its transport thread."""
         assert self._transport is not None, "this rank has no transport"
-        if not self.is_lost:
-            self._transport.send(message)
+        self._tell(self._transport, message)
+
+    def _tell(self, channel: FrontChannel[Any, M], message: M) -> None:
+        if self.is_lost:
+            return
+        try:
+            channel.send(message)
+        except NotReady:
+            # Nobody takes anything in from a process's end on; word of that comes a little later, and counts.
+            if not self._has_ended:
+                raise
 
     # ------------------------------------------------------------ life
 
     def ask_for_life(self) -> None:
         """Let the loop say that it goes round, and how much it has computed. One question is open at a time."""
         if not self._is_asked_for_life and not self.is_lost:
-            self._channel.send(Ping())
+            self._tell(self._channel, Ping())
             self._is_asked_for_life = True
 
     def has_shown_life(self, within_s: float) -> bool:

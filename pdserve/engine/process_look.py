@@ -1,4 +1,4 @@
-"""A look at a process from outside: whether it was stopped, and how much its first thread has computed (proc(5))."""
+"""A look at a process from outside: stopped, ended, and how much its first thread has computed (proc(5))."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class ProcessLook:
-    """is_stopped: by a signal, until another lets it go on. cpu_s: of its first thread, since its start."""
+    """is_stopped: by a signal, until another lets it go on. cpu_s: of its first thread, since its start.
+
+    has_ended: its parent has not been told yet.
+    """
 
     is_stopped: bool
     cpu_s: float
+    has_ended: bool = False
 
 
 def look_at(pid: int) -> ProcessLook | None:
@@ -26,4 +30,4 @@ def look_at(pid: int) -> ProcessLook | None:
         ticks = int(words[USER_TICKS]) + int(words[SYSTEM_TICKS])
     except (OSError, ValueError, IndexError):
         return None
-    return ProcessLook(words[STATE] in "Tt", ticks / TICKS_PER_S)
+    return ProcessLook(words[STATE] in "Tt", ticks / TICKS_PER_S, words[STATE] in "ZX")

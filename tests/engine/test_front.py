@@ -345,6 +345,22 @@ async def test_a_stopped_rank_is_not_alive_from_that_moment_on(by_hand: ByHand, 
     assert by_hand.rank.is_alive(within_s=100)
 
 
+async def test_what_is_told_to_a_process_that_has_ended_is_no_fault_of_the_teller(by_hand: ByHand, seen: Seen) -> None:
+    await by_hand.ready()
+    by_hand.loop.close()
+
+    def is_refused() -> bool:
+        try:
+            by_hand.rank.members[0].tell(Ping())
+        except NotReady:
+            return True
+        return False
+
+    await until(is_refused)  # by one that lives, and takes nothing
+    for seen.looks in (ProcessLook(is_stopped=False, cpu_s=1.0, has_ended=True), None):
+        assert not is_refused()
+
+
 async def test_how_long_its_rounds_take_is_what_the_warm_up_said_and_then_what_the_loop_says(by_hand: ByHand) -> None:
     by_hand.loop.send(msgspec.structs.replace(READY, longest_chunk_s=28.0))
     await by_hand.rank.members[0].attach(timeout_s=LIMIT_S)

@@ -46,3 +46,9 @@ def test_of_a_process_that_is_gone_nothing_is_seen(child: subprocess.Popen[bytes
     child.kill()
     child.wait()
     assert look_at(child.pid) is None
+
+
+def test_a_process_that_nobody_waited_for_yet_is_seen_to_have_ended(child: subprocess.Popen[bytes]) -> None:
+    assert not look(child).has_ended
+    child.kill()
+    wait_for(lambda: look(child).has_ended or None)
