@@ -10,6 +10,7 @@
 # make chaos         300 random faults over 2,000 requests: kills, stops, partitions; ARGS="--ucx-tls tcp,self"
 # make bench-handoff what a handoff costs beside a fused node; how long a caller waits when a prefill node is killed
 # make bench-speed   tokens a second beside vLLM, transformers, ctranslate2 and llama.cpp; installs these in PEERS (6 GB)
+# make bench-serve   what clients see of servers under load; ARGS="--servers fused vllm-bf16 --streams 8 --long-prompt 6000"
 # make bench-peers   vLLM's prefill and decode nodes under the same requests; installs vLLM in PEERS (3.5 GB)
 # make bench-rounds  the rank loop's time outside the model's forward
 # make bench-groups  the prefill gate in a group of two ranks with shared experts, beside no policy, the fill and the cadence
@@ -34,7 +35,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
 
 .PHONY: demo test soak soak-handoff mutants fmt clean streams chaos calibrate
-.PHONY: bench-handoff bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity bench-simulator bench-peers bench-speed bench-linears bench-groups bench-group-cost bench-rank-death
+.PHONY: bench-serve bench-handoff bench-rounds bench-kv bench-policies bench-scheduler bench-interference bench-fidelity bench-simulator bench-peers bench-speed bench-linears bench-groups bench-group-cost bench-rank-death
 
 demo: $(VENV)/.node
 	@$(BIN)/pdserve demo
@@ -79,7 +80,10 @@ bench-peers: $(VENV)/.node $(PEERS)/vllm/.made
 # llama.cpp is built for this machine: about 12 minutes on two cores.
 ENGINES := vllm transformers ctranslate2 llama.cpp
 bench-speed: $(VENV)/.node $(ENGINES:%=$(PEERS)/%/.made)
-	@$(BIN)/pdserve bench speed --peers $(PEERS) $(ARGS)
+	@$(BIN)/pdserve bench speed --peers $(PEERS) --markdown docs/benchmarks.md $(ARGS)
+
+bench-serve: $(VENV)/.node
+	@$(BIN)/pdserve bench serve --peers $(PEERS) $(ARGS)
 
 # vLLM asks for torch's companions, whose builds for a CPU do not fit this torch; serving text does without them.
 $(PEERS)/vllm/.made:

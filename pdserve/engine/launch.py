@@ -151,9 +151,10 @@ class RankProcess:
 
     @classmethod
     async def start(cls, spec: RankSpec) -> RankProcess:
-        # Threads wait asleep before long: where another process has a core, one that spins keeps its partner from
-        # finishing. Not at once, though: a round has some 200 parts, and waking for each takes twice the round.
-        waiting = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "20000"}
+        # Threads wait asleep in the end: where another process has a core, one that spins keeps its partner from
+        # finishing. Not before some tenths of a millisecond, though, the time that a front needs a core for: a round
+        # has hundreds of parts, and a partner that fell asleep comes late to the next ones, too.
+        waiting = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "200000"}
         # gloo listens where the machine's name leads, unless it is told an interface.
         interface = spec.grid.meeting.interface
         reachable = {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
