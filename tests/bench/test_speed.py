@@ -16,7 +16,7 @@ from pdserve.bench.listening import Heard
 from pdserve.bench.policy_runs import Model
 from pdserve.bench.speed import arguments, limits, scaling
 from pdserve.bench.speed import engine as command
-from pdserve.bench.speed.cells import CELLS, QUICK, Cell
+from pdserve.bench.speed.cells import CELLS, QUICK, Cell, NeverTogether
 from pdserve.bench.speed.in_process import Engine, Profile
 from pdserve.bench.speed.limits import measure_limits
 from pdserve.bench.speed.quality import Quality, judge, prose
@@ -42,6 +42,11 @@ def test_answers_count_while_all_of_them_are_written() -> None:
     both = [heard(1.0, 2.0, 3.0, 4.0), heard(2.0, 3.0, 4.0, 5.0)]
     # From 2 to 4: two tokens of each in two seconds.
     assert cell.tokens_per_s(both) == 2.0
+
+
+def test_answers_that_were_never_written_together_have_no_speed() -> None:
+    with pytest.raises(NeverTogether, match="the first of 2 answers had ended"):
+        Cell("answers", 2, 8, 2).tokens_per_s([heard(1.0, 2.0), heard(2.0, 3.0)])
 
 
 def test_prompts_of_a_cell_have_nothing_in_common() -> None:

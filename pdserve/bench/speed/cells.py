@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from pdserve.bench.listening import Call, Heard, unique_prompt
 
 
+class NeverTogether(Exception):
+    """Answers whose speed was to be taken while all were written were not."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """num_streams answers of num_tokens each, after prompts of num_prompt_tokens that have nothing in common.
@@ -36,23 +40,28 @@ class Cell:
         ]
 
     def tokens_per_s(self, heard: Sequence[Heard]) -> float:
-        """Of the prompt, or of all answers together while every one of them was being written."""
+        """Of the prompt, or of all answers together while every one of them was being written.
+
+        Raises NeverTogether where the first had ended before the last began.
+        """
         if self.is_of_prompt:
             return self.num_prompt_tokens / heard[0].ttft_s
         begin_s = max(answer.arrivals_s[0] for answer in heard)
         end_s = min(answer.arrivals_s[-1] for answer in heard)
+        if begin_s >= end_s:
+            raise NeverTogether(f"the first of {len(heard)} answers had ended before the last began")
         num_tokens = sum(begin_s < at_s <= end_s for answer in heard for at_s in answer.arrivals_s)
         return num_tokens / (end_s - begin_s)
 
 
-# What the answers of a short cell are long: prompts end one after the other, and all go on together for a while.
-SHORT, LONG = 96, 32
+# How long answers are: prompts end one after the other, and all answers have to go on together for a while.
+SHORT, MANY, LONG = 96, 256, 32
 CELLS = (
     Cell("prefill 1k", 1, 1024, 1),
     Cell("prefill 4k", 1, 4096, 1),
     Cell("decode 1", 1, 64, SHORT),
     Cell("decode 8", 8, 64, SHORT),
-    Cell("decode 32", 32, 64, SHORT),
+    Cell("decode 32", 32, 64, MANY),
     Cell("decode 1 at 4k", 1, 4096, LONG),
     Cell("decode 8 at 4k", 8, 4096, 2 * LONG),
     Cell("decode 1 at 7k", 1, 7168, LONG),

@@ -10,14 +10,14 @@ from functools import partial
 
 from pdserve.bench.peers.http_server import ServerFailed
 from pdserve.bench.serve.usage import Usage
-from pdserve.bench.speed.cells import Cell
+from pdserve.bench.speed.cells import Cell, NeverTogether
 from pdserve.bench.speed.engines import Engine, EngineFailed, Running
 from pdserve.errors import PdserveError
 from pdserve.model.progress import Progress
 
 MIB = 2**20
 # What a start or a cell may end with; the others go on.
-FAILURES = (EngineFailed, ServerFailed, PdserveError, OSError, ExceptionGroup)
+FAILURES = (EngineFailed, NeverTogether, ServerFailed, PdserveError, OSError, ExceptionGroup)
 
 
 @dataclass(slots=True)
