@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pdserve.bench.asking import Verdict
+from pdserve.bench.asking import EXACT, Verdict
 from pdserve.bench.stream_checks import Check, exactly
 from pdserve.bench.streams import running
 from pdserve.bench.workload import Ask
@@ -112,7 +112,7 @@ class FusedNode:
 @contextlib.contextmanager
 def fused_node(model: Model, **settings: Any) -> Iterator[FusedNode]:
     """A fused node of these settings, for as long as the block."""
-    args = ServerArgs(model=str(model.directory), port=free_port(), drain_timeout_s=1.0, **settings)
+    args = ServerArgs(model=str(model.directory), port=free_port(), drain_timeout_s=1.0, **{**EXACT, **settings})
     args.validate()
     with running([args], {}) as (process,):
         yield FusedNode(args, process)

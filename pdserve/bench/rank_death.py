@@ -27,6 +27,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.bench.asking import EXACT
 from pdserve.bench.processes import children
 from pdserve.bench.streams import running
 from pdserve.bench.tiny_model import NUM_BYTES, QUICK, make_model
@@ -153,7 +154,7 @@ def run(model: Path, repeats: int) -> list[Death]:
     """Every grid as often; another process is killed each time, the first one among them."""
     deaths = []
     for grid, settings in GRIDS.items():
-        args = ServerArgs(model=str(model), port=free_port(), max_num_seqs=16, **settings)
+        args = ServerArgs(model=str(model), port=free_port(), max_num_seqs=16, **{**EXACT, **settings})
         args.validate()
         with running([args], {}) as (node,):
             for repeat in range(repeats):

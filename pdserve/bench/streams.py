@@ -25,7 +25,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.bench.asking import Reply, ask_all, verdicts
+from pdserve.bench.asking import EXACT, Reply, ask_all, verdicts
 from pdserve.bench.processes import children, resident_bytes
 from pdserve.bench.stream_checks import (
     Check,
@@ -169,7 +169,8 @@ class Bench:
         return asyncio.run(ask_all(address, asks, self._num_streams, on_reply=on_reply, **how))
 
     def _args(self, role: Role, **settings: Any) -> ServerArgs:
-        args = ServerArgs(model=self._model, role=role, port=free_port(), num_kv_blocks=NUM_KV_BLOCKS, **settings)
+        own = {"num_kv_blocks": NUM_KV_BLOCKS, **EXACT, **settings}
+        args = ServerArgs(model=self._model, role=role, port=free_port(), **own)
         args.validate()
         return args
 

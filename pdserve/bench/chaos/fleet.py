@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pdserve.bench.asking import EXACT
 from pdserve.bench.control_proxy import ControlProxy
 from pdserve.bench.handoff_witness import Phase, Witness
 from pdserve.bench.processes import children, is_running, num_open_files, resident_bytes
@@ -189,7 +190,7 @@ def make_member(
 ) -> Member:
     """One node with a port of its own, not started."""
     name = f"{role.value[0].upper()}{number}"
-    args = ServerArgs(model=str(model), role=role, port=free_port(), num_threads=1, **own)
+    args = ServerArgs(model=str(model), role=role, port=free_port(), num_threads=1, **{**EXACT, **own})
     return Member(name, args, folder / f"{name}.log", environment)
 
 
