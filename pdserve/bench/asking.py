@@ -13,8 +13,8 @@ from pdserve.request import FinishReason, TokenLogprobs
 
 # Answers that part where the reference's two best tokens are closer than this are tied: rounding decides.
 TIE_LOGPROB = 1e-3
-# What nodes are started with whose answers are compared token by token: a prompt that is computed in other pieces,
-# after a fault or from a cache, is rounded otherwise, which shows in quantised weights and bfloat16 KV.
+# What nodes are started with whose answers are compared token by token: tokens that are computed anew as a prompt,
+# after a fault, are rounded otherwise than as they were decoded, which shows in bfloat16 KV.
 EXACT = {"quantization": "fp32"}
 TIMEOUT_S = 900.0
 

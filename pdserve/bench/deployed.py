@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.bench.asking import EXACT
 from pdserve.bench.listening import Call, Heard, hear_all, unique_prompt
 from pdserve.bench.policy_runs import Model
 from pdserve.bench.streams import running
@@ -70,7 +71,7 @@ def _a_core_each() -> list[list[int]]:
 
 def _args(model: Model, **settings: Any) -> ServerArgs:
     """Weights as float32 unless the settings say otherwise: the costs and the engines compared with are of those."""
-    chosen = {"quantization": "fp32", **settings}
+    chosen = {**EXACT, **settings}
     args = ServerArgs(model=str(model.directory), port=free_port(), drain_timeout_s=1.0, **chosen)
     args.validate()
     return args

@@ -31,25 +31,12 @@ from pdserve.model.torch_runner import load
 from pdserve.model.weights import expected_shapes, load_weights
 from tests.model.conftest import Server
 from tests.model.expert_parallel_ranks import CHUNK, Case, requests
+from tests.model.small_models import SMALL
 from tests.model.tensor_parallel_ranks import LIMIT_S, NUM_RANKS, options, storage_of, told
 
 transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {
-    "vocab_size": 211,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "eos_token_id": 5,
-    "bos_token_id": 1,
-    # Wide enough that the best token leads clearly: rounding must not decide.
-    "initializer_range": 0.15,
-}
 # Six experts are not split evenly over four ranks.
 QWEN3 = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -19,23 +19,11 @@ from pdserve.model.model_config import read_config
 from pdserve.model.torch_runner import load
 from pdserve.model.upcycle import upcycle
 from tests.model.conftest import Server, make_request
+from tests.model.small_models import SMALL
 from tests.model.tensor_parallel_ranks import options, storage_of
 
 transformers = pytest.importorskip("transformers")
 
-SMALL = {
-    "vocab_size": 211,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "eos_token_id": 5,
-    "bos_token_id": 1,
-    "initializer_range": 0.15,
-}
 COMPANIONS = {"tokenizer.json": '{"version": "1.0"}', "tokenizer_config.json": "{}", "chat_template.jinja": "{{ x }}"}
 
 

@@ -6,8 +6,8 @@
 
 #include <omp.h>
 #include <stdint.h>
-#include <time.h>
 
+#include "clock.h"
 #include "layer_ops.h"
 #include "paged_attention.h"
 #include "quantized_linear.h"
@@ -49,12 +49,6 @@ typedef struct {
     activations_t *scratch; /* for the widest matrix */
     double seconds[NUM_PARTS];
 } round_t;
-
-static double now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
 
 /* What has passed since `since` went to `part`. The first thread's clock is everybody's: they meet after each step. */
 INLINE void count(round_t *round, int part, double *since) {

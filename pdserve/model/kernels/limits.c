@@ -10,8 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 
+#include "clock.h"
 #include "paged_attention.h"
 #include "quantized_linear.h"
 
@@ -32,12 +32,6 @@
 #else
 #define OPAQUE(vector) __asm__ volatile("" : "+m"(vector))
 #endif
-
-static double now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
 
 /* `work`, which is `amount` for each thread, by every thread of a team; adds up to speeds[REPEATS], a second. */
 #define TIMED(speeds, amount, work)                               \
