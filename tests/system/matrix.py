@@ -14,6 +14,9 @@ from tests.system.nodes import CHUNK, Node, Nodes, wait_until_connected, wait_un
 NUM_NEW = 6
 # Enough chunks to do something in the middle of.
 LONG = 24 * CHUNK
+# Far from its end when it is disturbed, however late the test comes to its turn; the pool holds it twice, as it must
+# when a READ of the first blocks may still be under way.
+FAR = 3 * LONG
 # Short, so that a test may outwait it.
 LEASE_S = 4.0
 NUM_SLOTS, NUM_QUEUED = 3, 8

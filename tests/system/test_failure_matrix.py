@@ -37,7 +37,17 @@ from pdserve.rpc.handoff import Accepted, Release, Released
 from tests.roles.relay import DecodeByHand, decode_by_hand
 from tests.system.conftest import MATRIX_TRANSPORTS, TRANSPORTS
 from tests.system.control import Asking, stopped
-from tests.system.matrix import LEASE_S, NUM_NEW, NUM_QUEUED, NUM_SLOTS, SETTINGS, Watched, new_prompt, watched_pair
+from tests.system.matrix import (
+    FAR,
+    LEASE_S,
+    NUM_NEW,
+    NUM_QUEUED,
+    NUM_SLOTS,
+    SETTINGS,
+    Watched,
+    new_prompt,
+    watched_pair,
+)
 from tests.system.nodes import CHUNK, PATIENCE_S, Node, Nodes, wait_for, wait_until_connected, wait_until_serving
 
 pytestmark = pytest.mark.system
@@ -88,7 +98,7 @@ def test_a_client_that_leaves_before_its_request_was_begun_is_never_heard_of_by_
 
 
 def test_a_stopped_prefill_node_is_given_up_and_used_again_when_it_goes_on(watched: Watched, whole: Node) -> None:
-    prompt, again = new_prompt(), new_prompt(3 * CHUNK)
+    prompt, again = new_prompt(FAR), new_prompt(3 * CHUNK)
     before = watched.control.count("chunk_ready")
     asking = Asking(watched.decode, prompt, NUM_NEW)
     watched.control.wait_for("chunk_ready", before)
@@ -106,7 +116,7 @@ def test_a_decode_node_stopped_for_longer_than_the_lease_answers_right_or_not_at
     watched: Watched, whole: Node
 ) -> None:
     """Its blocks are given to others meanwhile; what it goes on to read it must not use."""
-    prompt = new_prompt()
+    prompt = new_prompt(FAR)
     before = watched.control.count("chunk_ready")
     num_expired = watched.prefill.load().counters.get("lease:revoked:expired", 0)
     asking = Asking(watched.decode, prompt, NUM_NEW)

@@ -9,6 +9,7 @@ import pytest
 from tests.system.conftest import MATRIX_TRANSPORTS, TRANSPORTS
 from tests.system.control import Asking, Control, stopped
 from tests.system.matrix import (
+    FAR,
     NUM_NEW,
     Watched,
     assert_pair_works,
@@ -54,7 +55,7 @@ def test_a_prefill_node_killed_idle_is_missed_by_nobody_and_its_successor_is_use
 def test_a_prefill_node_killed_while_it_is_read_from_costs_no_answer_and_no_block(
     watched: Watched, quick_nodes: Nodes, whole: Node
 ) -> None:
-    prompt = new_prompt()
+    prompt = new_prompt(FAR)
     before = watched.control.count("chunk_ready")
     asking = Asking(watched.decode, prompt, NUM_NEW)
     watched.control.wait_for("chunk_ready", before + 4)
@@ -84,7 +85,7 @@ def test_a_decode_node_killed_while_it_reads_harms_neither_its_peer_nor_the_next
 ) -> None:
     victim, control = doomed
     prompt = new_prompt()
-    lost = Asking(victim, new_prompt(), NUM_NEW)
+    lost = Asking(victim, new_prompt(FAR), NUM_NEW)
     control.wait_for("chunk_ready", 4)
     unharmed = Asking(watched.decode, prompt, NUM_NEW)
     victim.kill()
@@ -102,7 +103,7 @@ def test_a_prefill_node_that_is_stopped_while_its_reader_is_killed_serves_the_ot
     """UCX may abort a rank whose reader went while it was stopped; then the rank is started anew."""
     victim, control = doomed
     prompt = new_prompt()
-    lost = Asking(victim, new_prompt(), NUM_NEW)
+    lost = Asking(victim, new_prompt(FAR), NUM_NEW)
     control.wait_for("chunk_ready", 4)
     with stopped(watched.prefill.process.pid, watched.prefill.rank_pid):
         victim.kill()

@@ -10,7 +10,7 @@ import pytest
 from pdserve.bench.data_channel import data_channel_cut
 from tests.system.conftest import TRANSPORTS
 from tests.system.control import Asking, stopped
-from tests.system.matrix import LONG, NUM_NEW, Watched, assert_pair_works, new_prompt, watched_pair
+from tests.system.matrix import FAR, NUM_NEW, Watched, assert_pair_works, new_prompt, watched_pair
 from tests.system.nodes import Node, Nodes, wait_until_connected
 
 pytestmark = pytest.mark.system
@@ -29,7 +29,7 @@ def watched(quick_nodes: Nodes) -> Iterator[Watched]:
 def test_kv_that_no_longer_comes_through_costs_no_answer_and_no_block_and_the_pair_mends(
     watched: Watched, whole: Node
 ) -> None:
-    prompt = new_prompt(3 * LONG)  # far from its end when the cut is in force, however late this test comes to its turn
+    prompt = new_prompt(FAR)
     before = watched.control.count("chunk_ready")
     rank_pid = watched.prefill.rank_pid
     asking = Asking(watched.decode, prompt, NUM_NEW)

@@ -18,8 +18,8 @@ from tests.system.nodes import BLOCK_SIZE, CHUNK, Node, Nodes, wait_for, wait_un
 pytestmark = pytest.mark.system
 
 NUM_NEW = 6
-# Many small chunks: time enough to look and to kill.
-LONG = 60 * CHUNK
+# Many small chunks: a second at least, which is time enough to look and to kill.
+LONG = 160 * CHUNK
 SLOW: dict[str, Any] = {"chunked_prefill_size": BLOCK_SIZE}
 
 

@@ -17,6 +17,7 @@ from pdserve.errors import NotReady
 from pdserve.node.restarts import MAX_DEATHS
 from pdserve.request import FinishReason
 from tests.system.conftest import Greedy, Pair
+from tests.system.control import stopped
 from tests.system.nodes import CHUNK, Node, Nodes, wait_for, wait_until_connected, wait_until_gone
 from tests.system.test_life import long_answer
 from tests.system.test_peers import LONG, NUM_NEW, SLOW, Asking, num_computed, prompt_of, wait_until_computing
@@ -161,11 +162,13 @@ def test_a_prefill_node_that_is_told_to_stop_finishes_the_prompts_it_has(nodes: 
     prompt, before = prompt_of(LONG, seed=5), num_computed(prefill)
     asking = Asking(decode, prompt)
     wait_until_computing(prefill, before)
-    prefill.process.ask_to_stop()
-    wait_for(lambda: "draining, requests left: 1" in prefill.log, lambda: prefill.log)
-    short = prompt_of(CHUNK, seed=6)
-    with Client(decode.address, max_attempts=1) as client:
-        assert client.generate(token_ids=short, max_new_tokens=2, temperature=0.0).placement.startswith("local;reason=")
+    with stopped(prefill.rank_pid):  # so that the prompt is still computed when the other one has been answered
+        prefill.process.ask_to_stop()
+        wait_for(lambda: "draining, requests left: 1" in prefill.log, lambda: prefill.log)
+        short = prompt_of(CHUNK, seed=6)
+        with Client(decode.address, max_attempts=1) as client:
+            answer = client.generate(token_ids=short, max_new_tokens=2, temperature=0.0)
+    assert answer.placement.startswith("local;reason=")
     answer = asking.result()
     assert answer.token_ids == tiny_greedy(prompt, NUM_NEW)
     assert answer.placement == f"remote;peer={prefill.address}"
