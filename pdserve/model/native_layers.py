@@ -72,6 +72,7 @@ class _Round(ctypes.Structure):
         ("gate_up", _pointer),
         ("gated", _pointer),
         ("scratch", _pointer),
+        ("scratch_groups", _count),
         ("seconds", ctypes.c_double * len(PARTS)),
     ]
 
@@ -115,6 +116,7 @@ class NativeLayers:
             qk_heads=config.num_heads + config.num_kv_heads,
             eps=config.rms_norm_eps,
             attention=ctypes.pointer(attention.call),
+            scratch_groups=max(matrix.num_groups for of_layer in matrices for matrix in of_layer),
         )
         # Floats of a row in each of the round's buffers.
         self._widths = {

@@ -126,9 +126,14 @@ class QuantizedLinear:
         """What a kernel takes, which lives as long as this does; None where torch multiplies."""
         return self._packed if self._kernel else None
 
+    @property
+    def num_groups(self) -> int:
+        """Of a row's activations."""
+        return -(-self._num_in // GROUP)
+
     def scratch_bytes(self, num_rows: int) -> int:
         """That the kernel needs for the activations."""
-        return -(-num_rows // ROW_BLOCK) * ROW_BLOCK * -(-self._num_in // GROUP) * ACTIVATION_BYTES
+        return -(-num_rows // ROW_BLOCK) * ROW_BLOCK * self.num_groups * ACTIVATION_BYTES
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, in] -> [rows, out]."""

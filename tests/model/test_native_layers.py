@@ -61,10 +61,10 @@ def test_a_round_is_the_same_bits_as_step_by_step(
         loading = {"max_slots": 4, "max_model_len": 256, "cache_dir": kernel_cache, "num_threads": num_threads}
         runner = load(directory, config, storage, quantization=quantization, **loading)  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(3)
-        prompts = [torch.randint(6, 211, (count,), generator=generator).tolist() for count in (1, 23, 130)]
+        prompts = [torch.randint(6, 211, (count,), generator=generator).tolist() for count in (1, 23, 130, 161)]
         wants = {"num_logprobs": 210, "prompt_logprobs": 0}
         requests = [request_of(str(number), prompt, 12, **wants) for number, prompt in enumerate(prompts)]
-        served: list[Answer] = server_of(runner, storage, chunk=70).serve(requests)
+        served: list[Answer] = server_of(runner, storage, chunk=150).serve(requests)
         return served
 
     def build(*args: Any) -> NativeLayers | None:

@@ -14,12 +14,6 @@
 /* Sums are taken in so many parts, always the same ones, so that they vectorise without a licence to reorder. */
 #define PARTS 16
 
-/* e^x, held between the powers that float32 has. */
-INLINE float held_exponential(float x) {
-    const float held = x < -87.0f ? -87.0f : x;
-    return exponential(held > 88.0f ? 88.0f : held);
-}
-
 INLINE float sum_of_squares(const float *x, int64_t width) {
     float parts[PARTS] = {0};
     int64_t i = 0;
@@ -76,14 +70,26 @@ INLINE void rotate(float *x, int64_t stride, const float *cosines, const float *
     }
 }
 
+/* x without its sign, but no more than e^-x can be a normal number for. */
+INLINE float held_magnitude(float x) {
+    const float magnitude = fabsf(x);
+    return magnitude > 87.0f ? 87.0f : magnitude;
+}
+
 /* out [rows, width] = silu(x[:, :width]) * x[:, width:] of x [rows, 2 * width]. */
 INLINE void silu_and_multiply(const float *x, float *out, int64_t rows, int64_t width) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const float *gate = x + row * 2 * width, *up = gate + width;
         float *to = out + row * width;
+        /* in a loop of its own: a compiler that sees the limit and the division at once divides for either side of it */
 #pragma omp simd
-        for (int64_t i = 0; i < width; i++) to[i] = gate[i] / (1.0f + held_exponential(-gate[i])) * up[i];
+        for (int64_t i = 0; i < width; i++) to[i] = held_magnitude(gate[i]);
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) {
+            const float e = exponential(-to[i]);
+            to[i] = (gate[i] < 0.0f ? -to[i] * e : gate[i]) / (1.0f + e) * up[i];
+        }
     }
 }
 

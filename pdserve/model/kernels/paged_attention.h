@@ -112,7 +112,12 @@ static const float NO_MAXIMUM = -1e30f;
 
 /* e^x for x <= 0; 0 below -87. */
 INLINE float exp_nonpositive(float x) {
-    const float found = exponential(x < -87.0f ? -87.0f : x);
+    const float found = exponential(x);
+    return x < -87.0f ? 0.0f : found;
+}
+
+INLINE float rough_nonpositive(float x) {
+    const float found = rough_exponential(x);
     return x < -87.0f ? 0.0f : found;
 }
 
@@ -135,6 +140,14 @@ INLINE float from_half(half_t half) {
 INLINE void to_halves(const float *from, float factor, int64_t count, half_t *to) {
 #pragma omp simd
     for (int64_t i = 0; i < count; i++) to[i] = to_half(from[i] * factor);
+}
+
+/* Two floats rounded to halves, beside each other. They are of 0 to 1. */
+INLINE uint32_t pair_of(float first, float second) {
+    uint32_t low, high;
+    memcpy(&low, &first, 4);
+    memcpy(&high, &second, 4);
+    return (low + 0x8000) >> 16 | ((high + 0x8000) & 0xffff0000);
 }
 
 /* VEC numbers, or one, of a plane. */
@@ -322,8 +335,35 @@ INLINE int64_t load_tile(const int kind, const call_t *call, const item_t *item,
     return lanes;
 }
 
+/* Scores of `num_keys` keys to weights under `maximum`, in place; their sums to `sum`. */
+static void weigh(tile_t *tile, int64_t lanes, int64_t num_keys, const float *maximum, float *sum) {
+    for (int64_t j = 0; j < num_keys; j++)
+#pragma omp simd
+        for (int64_t l = 0; l < lanes; l++) {
+            const float weight = exp_nonpositive(tile->scores[j][l] - maximum[l]);
+            tile->scores[j][l] = weight;
+            sum[l] += weight;
+        }
+}
+
+/* The same, with the weights of two keys rounded and beside each other: of keys 0 and 1 in row 0, of 2 and 3 in row 1. */
+static void weigh_pairs(tile_t *tile, int64_t lanes, int64_t num_keys, const float *maximum, float *sum) {
+    if (num_keys % 2)
+        for (int64_t l = 0; l < lanes; l++) tile->scores[num_keys][l] = -INFINITY;
+    for (int64_t j = 0; j < num_keys; j += 2) {
+        const float *first = tile->scores[j], *second = tile->scores[j + 1];
+        uint32_t *pairs = (uint32_t *)tile->scores[j / 2];
+#pragma omp simd
+        for (int64_t l = 0; l < lanes; l++) {
+            const float a = rough_nonpositive(first[l] - maximum[l]), b = rough_nonpositive(second[l] - maximum[l]);
+            pairs[l] = pair_of(a, b);
+            sum[l] += a + b;
+        }
+    }
+}
+
 /* Scores to weights, with the running maximum and sum; the output so far is brought to the new maximum. */
-static void soften_tile(tile_t *tile, int64_t lanes, int64_t num_keys, int64_t head_dim) {
+INLINE void soften_tile(const int kind, tile_t *tile, int64_t lanes, int64_t num_keys, int64_t head_dim) {
     float next[MAX_LINES] __attribute__((aligned(64)));
     float added[MAX_LINES] __attribute__((aligned(64)));
     int changed = 0;
@@ -332,13 +372,7 @@ static void soften_tile(tile_t *tile, int64_t lanes, int64_t num_keys, int64_t h
 #pragma omp simd
         for (int64_t l = 0; l < lanes; l++) next[l] = tile->scores[j][l] > next[l] ? tile->scores[j][l] : next[l];
     memset(added, 0, sizeof added);
-    for (int64_t j = 0; j < num_keys; j++)
-#pragma omp simd
-        for (int64_t l = 0; l < lanes; l++) {
-            const float weight = exp_nonpositive(tile->scores[j][l] - next[l]);
-            tile->scores[j][l] = weight;
-            added[l] += weight;
-        }
+    (kind == PAIRS ? weigh_pairs : weigh)(tile, lanes, num_keys, next, added);
 #pragma omp simd reduction(| : changed)
     for (int64_t l = 0; l < lanes; l++) {
         changed |= next[l] != tile->maximum[l];
@@ -378,16 +412,6 @@ static const number_t *as_pairs(const half_t *values, int64_t num_keys, int64_t 
     return to;
 }
 
-/* The weights of two keys beside each other, in place. They are of 0 to 1. */
-static void pair_weights(tile_t *tile, int64_t lanes, int64_t num_keys) {
-    if (num_keys % 2) memset(tile->scores[num_keys], 0, lanes * 4);
-    for (int64_t j = 0; j < num_keys; j += 2) {
-        const bits *first = (const bits *)tile->scores[j], *second = (const bits *)tile->scores[j + 1];
-        bits *to = (bits *)tile->scores[j / 2];
-        for (int64_t l = 0; l < lanes / VEC; l++) to[l] = (first[l] + 0x8000) >> 16 | ((second[l] + 0x8000) & 0xffff0000);
-    }
-}
-
 /* kind: of the products, FLOATS or PAIRS. */
 INLINE void attend_tile(const int kind, const int is_half, const call_t *call, const item_t *item, int64_t head) {
     tile_t tile;
@@ -402,11 +426,9 @@ INLINE void attend_tile(const int kind, const int is_half, const call_t *call, c
         multiply(kind, 0, num_keys, lanes, dim / numbers, keys, dim / numbers, 1, tile.query[0], MAX_LINES,
                  tile.scores[0], MAX_LINES);
         if (key + num_keys - 1 > item->first_position) hide_later_keys(&tile, lanes, key, num_keys);
-        soften_tile(&tile, lanes, num_keys, dim);
-        if (kind == PAIRS) {
-            pair_weights(&tile, lanes, num_keys);
-            values = as_pairs((const half_t *)values, num_keys, dim, tile.unpacked);
-        } else if (is_half) values = as_floats((const half_t *)values, num_keys * dim, tile.unpacked);
+        soften_tile(kind, &tile, lanes, num_keys, dim);
+        if (kind == PAIRS) values = as_pairs((const half_t *)values, num_keys, dim, tile.unpacked);
+        else if (is_half) values = as_floats((const half_t *)values, num_keys * dim, tile.unpacked);
         multiply(kind, 1, dim, lanes, (num_keys + numbers - 1) / numbers, values, 1, dim, tile.scores[0], MAX_LINES,
                  tile.output[0], MAX_LINES);
         key += num_keys;
