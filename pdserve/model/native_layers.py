@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,10 +24,13 @@ from pdserve.model.model_config import ModelConfig
 from pdserve.model.native_build import KERNELS, NativeUnavailable, load_library
 from pdserve.model.quantized_linear import PackedMatrix, QuantizedLinear
 from pdserve.model.shard import Shard
+from pdserve.model.team import Team
 from pdserve.model.weights import LayerWeights, ModelWeights
 
 log = logging.getLogger(__name__)
 
+# As decoder.c has it: of so many rows a thread, threads meet twice a layer, and not after each step.
+SLICE_ROWS = 64
 # Of a round's time, as decoder.c counts it.
 PARTS = ("matrices", "attention", "small steps")
 
@@ -74,6 +78,7 @@ class _Round(ctypes.Structure):
         ("scratch", _pointer),
         ("scratch_groups", _count),
         ("seconds", ctypes.c_double * len(PARTS)),
+        ("seconds_away", ctypes.c_double),
     ]
 
 
@@ -126,6 +131,7 @@ class NativeLayers:
             "gate_up": 2 * config.intermediate_size,
             "gated": config.intermediate_size,
         }
+        self._team = Team(torch.get_num_threads())
         self._buffers: list[Tensor] = []
         self._num_rows = 0
 
@@ -136,7 +142,14 @@ class NativeLayers:
         cos, sin = cos.contiguous(), sin.contiguous()
         round_.num_rows, round_.x, round_.normed = len(x), x.data_ptr(), normed.data_ptr()
         round_.cosines, round_.sines = cos.data_ptr(), sin.data_ptr()
-        self._run(round_, torch.get_num_threads())
+        if len(x) >= SLICE_ROWS * self._team.size:
+            self._run(round_, self._team.size)
+            return normed
+        begin_s = time.monotonic()
+        self._run(round_, self._team.num_threads)
+        self._team.note(time.monotonic() - begin_s, round_.seconds_away)
+        if torch.get_num_threads() != self._team.num_threads:
+            torch.set_num_threads(self._team.num_threads)
         return normed
 
     def seconds(self) -> Mapping[str, float]:

@@ -31,7 +31,7 @@ typedef struct {
 /* Where a round's time goes; also in native_layers.py. */
 enum { MATRICES, ATTENTION, SMALL_STEPS, NUM_PARTS };
 
-/* At most, of a slice. */
+/* At most, of a slice; also in native_layers.py. */
 #define SLICE_ROWS 64
 
 typedef struct {
@@ -56,6 +56,7 @@ typedef struct {
     activations_t *scratch; /* [num_rows, scratch_groups], for the widest matrix */
     int64_t scratch_groups;
     double seconds[NUM_PARTS];
+    double seconds_away; /* of this round, of all threads: that they had no core, or slept until another had one */
 } round_t;
 
 /* A thread's: what it spent of the round so far, and since when it is not told. */
@@ -164,10 +165,12 @@ INLINE int64_t num_slices_of(const round_t *round, int64_t num_threads) {
 }
 
 void pdserve_decoder(round_t *round, int64_t num_threads) {
-#pragma omp parallel num_threads((int)num_threads)
+    double away = 0.0;
+#pragma omp parallel num_threads((int)num_threads) reduction(+ : away)
     {
         const int64_t num_slices = num_slices_of(round, omp_get_num_threads());
-        stopwatch_t watch = {.since = now()};
+        const double began = now(), began_on_core = seconds_on_core();
+        stopwatch_t watch = {.since = began};
         for (int64_t index = 0; index <= round->num_layers; index++) {
             if (num_slices) slices_between_attentions(round, index, num_slices, &watch);
             else between_attentions(round, index, &watch);
@@ -176,5 +179,7 @@ void pdserve_decoder(round_t *round, int64_t num_threads) {
         /* one thread's is everybody's: they meet after each step */
         if (omp_get_thread_num() == 0)
             for (int part = 0; part < NUM_PARTS; part++) round->seconds[part] += watch.seconds[part];
+        away = now() - began - (seconds_on_core() - began_on_core);
     }
+    round->seconds_away = away;
 }
