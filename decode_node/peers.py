@@ -22,6 +22,7 @@ from pdserve.engine.messages import FromTransport
 from pdserve.engine.prefix_memory import prefix_hashes
 from pdserve.engine.ranks import Ranks
 from pdserve.errors import PeerError, PeerMismatch
+from pdserve.kv.layout import PAIRING_REMEDY
 from pdserve.rpc.handoff import Description
 
 log = logging.getLogger(__name__)
@@ -232,7 +233,7 @@ class PeerTable:
         if peer.description is not None and peer.description.incarnation != description.incarnation:
             self._end_life(peer)
         if differences := self._mine.differences(description):
-            raise PeerMismatch("; ".join(differences))
+            raise PeerMismatch(f"{'; '.join(differences)}: {PAIRING_REMEDY}")
         if is_new := peer.description is None:
             await self._connect(peer, description)
         if is_new or peer.is_loss_told:

@@ -53,7 +53,7 @@ LETTER = (
 )
 
 PROMPTS = (
-    _question("capital", "What is the capital of France?"),
+    _question("sky", "Why is the sky blue?"),
     _question("sea", "Explain in two sentences why the sea is salty."),
     Prompt(
         "diary",

@@ -33,6 +33,7 @@ from pdserve.errors import (
     PeerReplaced,
     ProtocolError,
 )
+from pdserve.kv.layout import PAIRING_REMEDY
 from pdserve.node.seldom import Seldom
 from pdserve.request import PREFILL_ONLY, LeaseId, RequestId, TokenRequest
 from pdserve.rpc.handoff import (
@@ -140,7 +141,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
         if start.incarnation != mine.incarnation:
             raise PeerReplaced(f"incarnation: {mine.incarnation!r} here, {start.incarnation!r} there; describe again")
         if differences := mine.fingerprint.differences(start.fingerprint):
-            raise PeerMismatch("; ".join(differences))
+            raise PeerMismatch(f"{'; '.join(differences)}: {PAIRING_REMEDY}")
         if start.weights_version != mine.weights_version:
             raise PeerMismatch(f"weights_version: {mine.weights_version} here, {start.weights_version} there")
         if len(start.prompt) > mine.max_prompt_tokens:

@@ -95,6 +95,10 @@ class KVLayout:
         return replace(self, num_kv_heads=len(held_heads(self.num_kv_heads, tensor_parallel_size, 0)))
 
 
+# For nodes whose fingerprints differ.
+PAIRING_REMEDY = "start both nodes with the same model, --quantization, --kv-cache-dtype and --block-size"
+
+
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
     """What decides whether one node may read the other's blocks: all of it must be equal, but for how heads are split.

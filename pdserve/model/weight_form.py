@@ -16,26 +16,25 @@ from pdserve.model.weights import expected_shapes, layer_prefix
 
 log = logging.getLogger(__name__)
 
+ROUNDED = "products round activations to 8 bits, --quantization fp32 rounds nothing"
 # Looked at in the first and the last layer; models of every family have them.
 SAMPLED = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def choose_form(setting: QuantizationSetting, directory: Path, config: ModelConfig, cache_dir: Path) -> Quantization:
-    """The form, which is logged with its reason where it was left open. Raises StartupError for unreadable weights.
+    """The form, which is logged with its reason. Raises StartupError for unreadable weights.
 
     Of what is open, quality comes first: 8 bits are as good as float32 by any measure of the text they give, 4 bits
     only where the weights were published so. Processors without vector instructions for bytes gain nothing.
     """
     if setting != "auto":
-        return setting
+        return _chosen(setting, "as --quantization says")
     kernel = load_kernel(cache_dir)
     if kernel is None or not kernel.is_fast:
         return _chosen("fp32", "this machine has no fast kernel for fewer bits")
     if _are_of_4_bits(directory, config):
-        return _chosen(
-            "int4", "they were published in 4 bits, nothing is lost; --quantization fp32 keeps them as floats"
-        )
-    return _chosen("int8", "as good and faster; --quantization fp32 keeps them exact")
+        return _chosen("int4", f"they were published in 4 bits; {ROUNDED}")
+    return _chosen("int8", f"it is fast and close to exact; {ROUNDED}")
 
 
 def choose_kv_dtype(setting: KvCacheDtype, form: Quantization) -> str:

@@ -19,13 +19,14 @@ log = logging.getLogger(__name__)
 def log_start(site: Site, port: int) -> None:
     ready, block_size = site.ready, site.ready.fingerprint.block_size
     log.info(
-        "serving %s as %s on %s:%d: KV blocks of %d tokens: %d, for %d tokens in all (%.1f GiB) and %d a request; "
-        "compute threads: %d",
+        "serving %s as %s on %s:%d: KV blocks of %d tokens in %s: %d, for %d tokens in all (%.1f GiB) and %d a "
+        "request; compute threads: %d",
         site.args.public_name,
         site.args.role,
         site.args.host,
         port,
         block_size,
+        ready.fingerprint.dtype,
         ready.num_blocks,
         ready.num_blocks * block_size,
         ready.num_blocks * ready.block_bytes / 2**30,
