@@ -54,7 +54,7 @@ def usage() -> str:
             "",
             "`pdserve COMMAND --help` tells more. example:",
             "  pdserve up smollm2            then, in another terminal:",
-            '  pdserve generate "What is the capital of France?"',
+            '  pdserve generate "Why is the sky blue?"',
         ]
     )
 

@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
         "generate",
         "PROMPT",
         "Ask a running node for one answer.",
-        'pdserve generate "What is the capital of France?" --max-new-tokens 32 --temperature 0',
+        'pdserve generate "Why is the sky blue?" --max-new-tokens 32 --temperature 0',
     )
     parser.add_argument("prompt", metavar="PROMPT", help="what to ask; - reads standard input")
     parser.add_argument("--raw", action="store_true", help="continue PROMPT as it stands, without the chat template")
