@@ -96,9 +96,7 @@ def check_threads() -> Finding:
     """How many threads a node computes with, and why."""
     cores, asked = num_cores(), omp_num_threads()
     if asked is None:
-        return Finding(
-            "threads", State.WORKS, f"{cores} a node, each on a core of its own; a pair on this machine shares them"
-        )
+        return Finding("threads", State.WORKS, f"{cores} a node, one a core; a pair on this machine shares the cores")
     found = f"{asked} a node, as OMP_NUM_THREADS says, on {cores} cores"
     if asked > cores:
         return Finding("threads", State.WARNS, found, "unset it: threads that share a core wait for each other")

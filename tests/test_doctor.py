@@ -34,7 +34,7 @@ def test_doctor_goes_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None
 def test_doctor_says_what_threads_a_node_takes_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(doctor, "num_cores", lambda: 4)
-    assert doctor.check_threads().found.startswith("4 a node, each on a core of its own")
+    assert doctor.check_threads().found.startswith("4 a node, one a core")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert doctor.check_threads().found == "3 a node, as OMP_NUM_THREADS says, on 4 cores"
     monkeypatch.setenv("OMP_NUM_THREADS", "8")

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pdserve.config import KvCacheDtype, QuantizationSetting
-from pdserve.config.environment import num_cores, without_settings
+from pdserve.config.environment import without_settings
 from pdserve.engine.process_look import ProcessLook, look_at
 from pdserve.errors import StartupError
 
@@ -154,8 +154,11 @@ class RankProcess:
         # gloo listens where the machine's name leads, unless it is told an interface.
         interface = spec.grid.meeting.interface
         reachable = {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
-        threads = threads_environment(spec.num_threads, num_cores())
-        environment = {**threads, **reachable, **without_settings(), "OMP_NUM_THREADS": str(spec.num_threads)}
+        # Threads wait asleep in the end: where another process has a core, one that spins keeps its partner from
+        # finishing. Not before some tenths of a millisecond, though, the time that a front needs a core for: a round
+        # has hundreds of parts, and a partner that fell asleep comes late to the next ones, too.
+        waiting = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "200000"}
+        environment = {**waiting, **reachable, **without_settings(), "OMP_NUM_THREADS": str(spec.num_threads)}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -186,20 +189,6 @@ class RankProcess:
             with suppress(ProcessLookupError):  # it may have left in this very moment
                 self._process.kill()
             await self._process.wait()
-
-
-def threads_environment(num_threads: int, num_cores: int) -> dict[str, str]:
-    """How a rank's compute threads wait for each other, and on which cores.
-
-    They wait asleep in the end: where another process has a core, one that spins keeps its partner from finishing. Not
-    before some tenths of a millisecond, though, the time that a front needs a core for: a round has hundreds of parts,
-    and a partner that fell asleep comes late to the next ones, too.
-
-    A rank that has a thread a core keeps each on its own: beside other processes two would come to share one, and each
-    wait for the other's turn at every part. With fewer threads the system chooses, as ranks do not know of each other.
-    """
-    waiting = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "200000"}
-    return waiting | ({"OMP_PROC_BIND": "true"} if num_threads == num_cores else {})
 
 
 def read_spec(raw: bytes) -> RankSpec:

@@ -34,6 +34,11 @@ enum { MATRICES, ATTENTION, SMALL_STEPS, NUM_PARTS };
 /* At most, of a slice; also in native_layers.py. */
 #define SLICE_ROWS 64
 
+/* After which it is seen whether the threads had their cores. */
+#define LAYERS_AT_ONCE 3
+/* In a round: some times what a front takes a core for. */
+#define MAX_SECONDS_AWAY 0.02
+
 typedef struct {
     const layer_t *layers;
     int64_t num_layers;
@@ -164,14 +169,15 @@ INLINE int64_t num_slices_of(const round_t *round, int64_t num_threads) {
     return round->num_rows < of_threads ? 0 : (round->num_rows + of_threads - 1) / of_threads * num_threads;
 }
 
-void pdserve_decoder(round_t *round, int64_t num_threads) {
+/* What the layers from `first` to `end` need, up to the attention of each; by how long all threads were off their cores. */
+INLINE double run_layers(round_t *round, int64_t first, int64_t end, int64_t num_threads) {
     double away = 0.0;
 #pragma omp parallel num_threads((int)num_threads) reduction(+ : away)
     {
         const int64_t num_slices = num_slices_of(round, omp_get_num_threads());
         const double began = now(), began_on_core = seconds_on_core();
         stopwatch_t watch = {.since = began};
-        for (int64_t index = 0; index <= round->num_layers; index++) {
+        for (int64_t index = first; index < end; index++) {
             if (num_slices) slices_between_attentions(round, index, num_slices, &watch);
             else between_attentions(round, index, &watch);
             if (index < round->num_layers) attend_layer(round, round->layers + index, &watch);
@@ -181,5 +187,16 @@ void pdserve_decoder(round_t *round, int64_t num_threads) {
             for (int part = 0; part < NUM_PARTS; part++) round->seconds[part] += watch.seconds[part];
         away = now() - began - (seconds_on_core() - began_on_core);
     }
-    round->seconds_away = away;
+    return away;
+}
+
+/* Threads that meet often and are kept from their cores for too long leave the rest of the round to the first one. */
+void pdserve_decoder(round_t *round, int64_t num_threads) {
+    const int is_sliced = num_slices_of(round, num_threads) != 0;
+    round->seconds_away = 0.0;
+    for (int64_t index = 0; index <= round->num_layers; index += LAYERS_AT_ONCE) {
+        const int64_t end = smaller(index + LAYERS_AT_ONCE, round->num_layers + 1);
+        round->seconds_away += run_layers(round, index, end, num_threads);
+        if (!is_sliced && round->seconds_away > MAX_SECONDS_AWAY) num_threads = 1;
+    }
 }
