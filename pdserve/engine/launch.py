@@ -151,13 +151,13 @@ class RankProcess:
 
     @classmethod
     async def start(cls, spec: RankSpec) -> RankProcess:
-        # gloo listens where the machine's name leads, unless it is told an interface.
-        interface = spec.grid.meeting.interface
-        reachable = {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
         # Threads wait asleep in the end: where another process has a core, one that spins keeps its partner from
         # finishing. Not before some tenths of a millisecond, though, the time that a front needs a core for: a round
         # has hundreds of parts, and a partner that fell asleep comes late to the next ones, too.
         waiting = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "200000"}
+        # gloo listens where the machine's name leads, unless it is told an interface.
+        interface = spec.grid.meeting.interface
+        reachable = {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
         environment = {**waiting, **reachable, **without_settings(), "OMP_NUM_THREADS": str(spec.num_threads)}
         process = await asyncio.create_subprocess_exec(
             sys.executable,

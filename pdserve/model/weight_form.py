@@ -24,8 +24,8 @@ SAMPLED = ("q_proj", "k_proj", "v_proj", "o_proj")
 def choose_form(setting: QuantizationSetting, directory: Path, config: ModelConfig, cache_dir: Path) -> Quantization:
     """The form, which is logged with its reason. Raises StartupError for unreadable weights.
 
-    Of what is open, quality comes first: 8 bits are as good as float32 by any measure of the text they give, 4 bits
-    only where the weights were published so. Processors without vector instructions for bytes gain nothing.
+    Of what is open, quality comes first: 8 bits cost less than half a percent of perplexity (docs/benchmarks.md), and 4
+    bits do where the weights were published so. Processors without vector instructions for bytes gain nothing.
     """
     if setting != "auto":
         return _chosen(setting, "as --quantization says")

@@ -36,7 +36,7 @@ enum { MATRICES, ATTENTION, SMALL_STEPS, NUM_PARTS };
 
 /* After which it is seen whether the threads had their cores. */
 #define LAYERS_AT_ONCE 3
-/* In a round: some times what a front takes a core for. */
+/* In a round: some times what a front takes a core for; also in team.py. */
 #define MAX_SECONDS_AWAY 0.02
 
 typedef struct {
@@ -150,7 +150,7 @@ INLINE round_t slice_of(const round_t *round, int64_t first, int64_t num_rows, i
 }
 
 /* Every thread takes the slices that are its own; in each it is a team of one. */
-INLINE void slices_between_attentions(round_t *round, int64_t index, int64_t num_slices, stopwatch_t *watch) {
+INLINE void slices_between_attentions(const round_t *round, int64_t index, int64_t num_slices, stopwatch_t *watch) {
     const int64_t num_blocks = (round->num_rows + ROW_BLOCK - 1) / ROW_BLOCK;
     const int thread = omp_get_thread_num();
 #pragma omp for schedule(dynamic, 1)
